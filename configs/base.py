@@ -79,12 +79,15 @@ def get_config() -> ConfigDict:
     # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
     # With 0 for both fields, the first batch chooses their values, which the run then keeps.
     tokens_per_micro_batch=0,  # tokens on each device, rounded down to whole rows, at least one
-    tokens_per_row=0,  # least tokens of a row; 0 alone: 8 times as many response as prompt tokens
+    # Least tokens of a row. If only this is 0, a row has room for a prompt and 8 times as many
+    # response tokens.
+    tokens_per_row=0,
   )
   # Which policy samples which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.
   c.schedule = "updates_per_refresh"
-  # Seconds that sampling may take without progress; with asynchronous, that a batch may take.
+  # Seconds that sampling may take without progress; with asynchronous, seconds that a batch may
+  # take.
   c.generation_deadline_s = 600.0
   c.proximal_every = 0  # updates until the proximal policy scores a batch again; 0: never again
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
@@ -94,10 +97,10 @@ def get_config() -> ConfigDict:
     checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: the last step
     recorded=dict(fraction=0.0, store=""),  # a run's WORKDIR/rollouts
   )
-  c.max_behavior_gap = 0.0  # nats per token, sampler against trainer; 0: by the precision
+  c.max_behavior_gap = 0.0  # limit, sampler against trainer, nats per token; 0: by precision
   c.dynamic_sampling = dict(  # replace groups that are all right or all wrong (DAPO)
     enabled=False,
-    max_batches=8,  # most batches that are sampled to fill one
+    max_batches=8,  # the most batches that are sampled to fill a batch
   )
   c.overlong = dict(  # responses at the length limit (DAPO)
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
@@ -117,8 +120,8 @@ def get_config() -> ConfigDict:
   c.reweighting = "none"  # none, salt
   c.gram = "streaming"  # Gram matrix by streaming, sketch, per_rollout
   c.loss = "ppo_clip"
-  c.correction = "none"  # for the sampler's mismatch: tis, mis, icepop, opsm, …
-  c.aggregation = "token_mean"  # how losses add up: or sequence_mean, sequence_sum, constant
+  c.correction = "none"  # corrects for a sampler that differs: tis, mis, icepop, opsm, …
+  c.aggregation = "token_mean"  # token_mean, sequence_mean, sequence_sum, constant
   c.veto = dict(  # excludes tokens of negative-advantage rollouts from the loss (μ-GRPO)
     enabled=False,
     scope="suffix",  # suffix, trigger, trigger_and_suffix, response
@@ -151,7 +154,7 @@ def get_config() -> ConfigDict:
     reward_weight=1.0,  # weight of the reward's advantages or loss; 0: distillation alone
   )
   c.entropy_bonus = 0.0
-  c.expert_balance = 0.0  # coefficient of the loss that evens the load of experts
+  c.expert_balance = 0.0  # coefficient of the balance loss of experts
 
   c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
   # constant, linear, cosine; warmup is in updates
@@ -159,7 +162,7 @@ def get_config() -> ConfigDict:
   c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates in a row at which the run stops
 
-  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis; −1 for one: all others
+  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis; −1: all that are left
   # Another layout for sampling, on separate devices or on the mesh's; all 0: the mesh itself.
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
@@ -174,7 +177,7 @@ def get_config() -> ConfigDict:
     samplers=False,  # rollouts come from programs with --mode=sample and this --workdir
     # what a response does when newer weights come: or switch, recompute; docs/staleness.md
     new_weights="finish",
-    silent_s=30.0,  # seconds until others take over groups of a silent sampler, and late groups
+    silent_s=30.0,  # seconds until others take over groups that are late, or of a silent sampler
   )
 
   c.start = dict(  # begin with another run's policy, in place of a warm start
@@ -213,7 +216,7 @@ def get_config() -> ConfigDict:
       unparseable="0",
       timeout="0",
       crashed="mask",
-      turn_limit="0",  # this and all below: dialogues that nobody has judged
+      turn_limit="0",  # this and the outcomes below: dialogues that nobody has judged
       length_limit="0",
       environment_limit="0",  # a limit of time or memory
       environment_refused="0",
@@ -235,7 +238,7 @@ def get_config() -> ConfigDict:
   )
   c.diagnostics = dict(  # measures the gradient geometry: docs/reading_geometry.md
     every=0,  # updates from one measurement to the next, the first included; 0: never
-    compared="",  # parameters whose Gram matrix is compared too: last_block, all, a pattern
+    compared="",  # parameters whose Gram matrix is also compared: last_block, all, a pattern
   )
   # every: updates between checkpoints; keep: how many of the latest stay, beside the best
   c.checkpoint = dict(every=10, keep=2)

@@ -1,10 +1,11 @@
 """DAPO: a higher upper clip, token mean, dynamic sampling, and a penalty on overlong responses.
 
-Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). This
-has all four parts of the paper and overlong filtering, and no KL term. Differs from the paper: 4
-updates per refresh instead of 16; lengths are scaled, 4 expected tokens and a buffer of 1 instead
-of 16384 and 4096, so that the limit is 5 tokens and no correct answer is penalized; rewards are 0
-and 1 instead of −1 and 1, so that the full penalty of 1 weighs twice as much.
+Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). The
+recipe has all four parts of the paper and overlong filtering, and no KL term. Differences from the
+paper: there are 4 updates per refresh instead of 16. Lengths are scaled: 4 expected tokens and a
+buffer of 1 instead of 16384 and 4096, so that the limit is 5 tokens and no correct answer is
+penalized. Rewards are 0 and 1 instead of −1 and 1, so that the full penalty of 1 weighs twice as
+much.
 
   python -m rlvr_jax.main --config=configs/dapo.py --workdir=runs/dapo
 

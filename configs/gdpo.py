@@ -1,10 +1,11 @@
 """GDPO: normalizes each of several rewards within the group, then their sum over the batch.
 
 Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
-Optimization" (arXiv:2601.05242). The rewards are those of the paper's mathematics that apply here:
-whether the answer is right, and whether it is an integer and nothing else. Differs from the paper:
-no reward for the form of a thought, which three digits do not need; a sum that the policy reaches
-within four bytes, where the form is learned soon.
+Optimization" (arXiv:2601.05242). The two rewards are the paper's rewards for mathematics that apply
+here: whether the answer is right, and whether it is an integer and nothing else. Differences from
+the
+paper: there is no reward for the form of a thought, since sums need none; answers have at most four
+bytes, so that their form is learned soon.
 
   python -m rlvr_jax.main --config=configs/gdpo.py --workdir=runs/gdpo
 

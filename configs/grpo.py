@@ -2,10 +2,10 @@
 
 Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
 (arXiv:2402.03300). There is one update per refresh, as in the paper, so that no ratio reaches the
-clip interval. The average is over each response, then over responses (the 1/|o| of the paper), and
-β = 0.04 with the estimator k3 is kept, although most later recipes omit the KL term: other recipes
-are compared with this one. Differs from the paper in scale only: groups of 8 instead of 64, and a
-learning rate for a small network.
+clip interval. Losses are averaged over each response, then over responses (the 1/|o| of the paper).
+The KL term with β = 0.04 and the estimator k3 is kept, although most later recipes omit it, since
+other recipes are compared with this one. Differs from the paper in scale only: groups of 8 instead
+of 64, and a learning rate for a small network.
 
   python -m rlvr_jax.main --config=configs/grpo.py --workdir=runs/grpo
 

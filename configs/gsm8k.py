@@ -35,7 +35,8 @@ def get_config() -> ConfigDict:
       prompt="{question}\n",
     ),
   )
-  # Bytes. The longest question has 991; the longest of the first 128 solutions 750, the median 221.
+  # In bytes. The longest question has 991; of the first 128 solutions the longest has 750, the
+  # median 221.
   c.max_prompt_length = 992
   c.max_response_length = 768
 

@@ -1,9 +1,10 @@
 """VCPO's baseline of least variance for rollouts of an older policy, with its truncated weights.
 
 Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616). As in
-the authors' runs: no clip, weights of full responses up to 8, A divided by the group's deviation,
-the mean over each response and then over responses. Four updates per refresh. Differs from the
-paper: norms are those of the output head's gradient; no factor √(ESS/B) on the learning rate.
+the authors' runs, there is no clip, weights of full responses are at most 8, A is divided by the
+group's deviation, and the loss is a mean over each response and then over responses. There are four
+updates per refresh. Differences from the paper: norms are those of the output head's gradient, and
+the learning rate has no factor √(ESS/B).
 
   python -m rlvr_jax.main --config=configs/opob.py --workdir=runs/opob
 

@@ -2,8 +2,8 @@
 
 Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078).
 There is one update per refresh, so that the policy itself has sampled the rollouts and the energies
-need no weights.
-Differs from the paper: responses of 2 to 4 tokens, over which energies hardly add up.
+need no weights. Difference from the paper: responses have 2 to 4 tokens, over which energies hardly
+add up.
 
   python -m rlvr_jax.main --config=configs/otb.py --workdir=runs/otb
 

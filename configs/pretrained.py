@@ -1,16 +1,16 @@
 """GRPO teaches a small pretrained language model to add and subtract.
 
 The policy is SmolLM2-135M-Instruct, dequantized from 4 bits. Asked in chat "What is 23 + 8?", with
-the system message "Answer with the number only.", it talks, and is right one time in 25. Its only
-feedback is right or wrong, by the last number of a response. Held-out problems have numbers that no
-training problem has.
+the system message "Answer with the number only.", it writes whole sentences, and is right one time
+in 25. Its only feedback is right or wrong, by the last number of a response. Held-out problems have
+numbers that no training problem has.
 
   pip install "rlvr_jax[gguf,hf,plot]"
   python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained.py --workdir=runs/pretrained
 
-`make pretrained` does all of it in a checkout. Hardware: 2 CPU cores. Results, time, memory and
-controls: experiments/pretrained/README.md.
+In a checkout, `make pretrained` runs all three commands. Hardware: 2 CPU cores. Results, time,
+memory and controls: experiments/pretrained/README.md.
 """
 
 from ml_collections import ConfigDict

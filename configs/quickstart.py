@@ -1,18 +1,17 @@
 """GRPO teaches a from-scratch policy to add up three digits in its head.
 
-A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. The
-warm start, 150 steps on 1024 worked sums, leaves it right one time in four, and right at least once
-in four tries on more than half of the problems. Reinforcement learning on further sums, with only
+A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. After
+the warm start, 150 steps on 1024 worked sums, it is right one time in four, and at least once in
+four tries on more than half of the problems. Reinforcement learning on further sums, with only
 "right" or "wrong" as feedback, raises that to about three times in four, on 256 held-out sums that
 neither phase has seen.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Hardware: 2 CPU cores. Time: 70 seconds in all; up to 3.5 minutes on cores that others keep busy.
-Expected held-out pass@1, start to end: 0.25 to 0.80, 0.28 to 0.80, 0.25 to 0.71 (seeds 0, 1, 2);
-other machines and versions round otherwise: seed 0 has ended between 0.78 and 0.81, seed 2 has
-begun between 0.22 and 0.25 and ended at 0.70 and 0.71.
-Controls: experiments/quickstart/README.md.
+Expected held-out pass@1, start to end: 0.25 to 0.80, 0.28 to 0.80, 0.25 to 0.71 (seeds 0, 1, 2).
+Rounding differs between machines and versions: seed 0 has ended between 0.78 and 0.81, seed 2 has
+begun between 0.22 and 0.25 and ended at 0.70 and 0.71. Controls: experiments/quickstart/README.md.
 """
 
 from ml_collections import ConfigDict
@@ -24,14 +23,15 @@ def get_config() -> ConfigDict:
   c = base.get_config()
   c.num_updates = 300
 
-  # 4000 different questions; the most common answer is right for 5.5 % of the held-out ones.
+  # There are 4000 different questions; the most common answer solves 5.5 % of the held-out
+  # questions.
   c.task.kwargs.settings = dict(min_terms=3, max_terms=3, min_digits=1, max_digits=1)
   c.task.kwargs.warm_start_size = 1024
   c.task.kwargs.prompt = "{expression} = "
   c.max_prompt_length = 12  # bytes, such as "7 - 4 + 9 = "
   c.max_response_length = 4  # bytes, such as "-18" and the stop token
 
-  # Early enough that the samples still differ: four tries find far more than one.
+  # The warm start ends early enough that samples still differ: four tries solve far more than one.
   c.warm_start.num_steps = 150
 
   c.batch.prompts = 64

@@ -1,12 +1,12 @@
 """REINFORCE++ with the group's mean as baseline and the batch's deviation as scale.
 
 Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-Normalization" (arXiv:2501.03262), its variant for groups of rollouts, which the paper uses for
-reasoning. The KL to the first policy is a term of the loss with the estimator k2, and its
-coefficient of 1e-4 that of the authors' examples. Differs from the paper in scale: groups of 8, and
-a learning rate for a small network. Also, the deviation is over the rollouts of the batch, so that
-a group with equal rewards has no gradient. over="tokens" is the paper's choice, in which long
-responses weigh more.
+Normalization" (arXiv:2501.03262), in its variant for groups of rollouts, which the paper uses for
+reasoning. The KL to the first policy is a term of the loss with the estimator k2; its coefficient
+of 1e-4 is that of the authors' examples. Differences from the paper: groups of 8, and a learning
+rate for a small network. Also, the deviation is over the rollouts of the batch, so that a group
+with equal rewards has no gradient. The paper's choice is over="tokens", in which long responses
+weigh more.
 
   python -m rlvr_jax.main --config=configs/reinforce_plus_plus.py --workdir=runs/reinforce_plus_plus
 

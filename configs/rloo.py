@@ -2,8 +2,8 @@
 
 Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
 LLMs" (arXiv:2402.14740). The response is one action: its token losses are summed, and there is no
-ratio and no clip. Differs from the paper: no KL penalty in the reward, which is verified here and
-not learned; groups of 8 instead of 2 or 4.
+ratio and no clip. Differences from the paper: the reward, which is verified here and not learned,
+has no KL penalty; groups have 8 rollouts instead of 2 or 4.
 
   python -m rlvr_jax.main --config=configs/rloo.py --workdir=runs/rloo
 

@@ -1,19 +1,19 @@
 """SALT on GRPO: full weight on directions that the batch's gradients share, less on the residual.
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
-Matter" (arXiv:2606.05800) and the authors' code, with their ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1.
-The Gram matrix is that of the output head's per-rollout gradients, exact, over the whole batch of
-512 rollouts, where the paper's is over a mini-batch. Differs from configs/grpo.py in the
-reweighting alone.
+Matter" (arXiv:2606.05800) and the authors' code, with their ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1. The
+Gram matrix is computed exactly from the output head's gradients of all 512 rollouts of the batch;
+the paper uses a mini-batch. Differs from configs/grpo.py in the reweighting alone.
 
 Ablations: a fixed α is `--config.reweighting="salt(alpha_min=0.5, alpha_max=0.5)"`, a fixed k sets
-`min_rank` and `max_rank` alike; others are `salt(positive_part=False)`, `channels='shared'`,
-`channels='residual'`, `random_subspace=True` and `scope='group'`. An estimate of the Gram matrix,
-nearly free at the head of a large model though not at this one: `--config.gram=sketch`. What the
-authors' public code appears to compute: configs/salt_grpo_as_released.py.
+`min_rank` and `max_rank` to the same number; others are `salt(positive_part=False)`,
+`channels='shared'`, `channels='residual'`, `random_subspace=True` and `scope='group'`. An estimate
+of the Gram matrix is `--config.gram=sketch`, which costs little with the head of a large model, but
+not with this one. configs/salt_grpo_as_released.py computes what the authors' public code appears
+to compute.
 
-Expected here, after 64 updates: see experiments/recipes/README.md. Answers of four bytes make n_eff
-larger than 1 and α zero, where SALT learns less than GRPO (experiments/salt_geometry/README.md).
+Expected here, after 64 updates: see experiments/recipes/README.md. With answers of four bytes n_eff
+is above 1 and α is 0, and SALT learns less than GRPO (experiments/salt_geometry/README.md).
 
   python -m rlvr_jax.main --config=configs/salt_grpo.py --workdir=runs/salt_grpo
 

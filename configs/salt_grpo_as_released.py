@@ -12,13 +12,14 @@ measured them on a GPU, and they need not be what the authors intended.
    sample on p = exp(0 − log-normalizer) ≈ 0. tests/geometry/streaming_test.py transcribes the
    sequence into NumPy: all features but the first are those of `feature='sampled'`. The first
    sample's exact feature is not imitated here.
-2. A Gram matrix is that of the micro-batch of one GPU, not of a mini-batch. Its size is a setting
-   there; 8 rollouts stand for it here, a group. Theirs may mix prompts.
+2. A Gram matrix has the rollouts of one GPU's micro-batch, not of a mini-batch. In that code the
+   size of a micro-batch is a setting, and a micro-batch may mix prompts; here a micro-batch is one
+   group of 8 rollouts.
 
   python -m rlvr_jax.main --config=configs/salt_grpo_as_released.py \
     --workdir=runs/salt_grpo_as_released
 
-Both readings, and what each gives: docs/methods/salt.md.
+docs/methods/salt.md compares both readings of SALT and their results.
 """
 
 from ml_collections import ConfigDict

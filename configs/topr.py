@@ -1,8 +1,9 @@
 """TOPR: off-policy REINFORCE that tapers only failures, by the ratio of the complete response.
 
 Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
-(arXiv:2503.14286). Rewards of ±1 without a baseline, token losses summed over the response. Differs
-from the paper, which collects a data set per iteration: 4 updates per refresh.
+(arXiv:2503.14286). Rewards are ±1 without a baseline, and token losses are summed over the
+response. Difference from the paper: there are 4 updates per refresh, where the paper collects a
+data set per iteration.
 
   python -m rlvr_jax.main --config=configs/topr.py --workdir=runs/topr
 

@@ -87,7 +87,7 @@ def batch_of(
     rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
     policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
       need them.
-    squared_probabilities: f32[P, G, T], Σ_v π(v)² where a token was sampled; `otb` needs them.
+    squared_probabilities: f32[P, G, T], Σ_v π(v)² at each sampled token; `otb` needs them.
     squared_norms: f32[P, G], ‖g_i‖², such as the diagonal of `gram_of_head`; `opob` needs them.
   Raises:
     ValueError: an array has another shape.
@@ -225,13 +225,13 @@ def loss_of(
   """
   _check_component("loss", loss, Loss, "losses")
   if veto is negative_advantage_veto:
-    raise ValueError("veto is a function that makes one; call it: negative_advantage_veto()")
+    raise ValueError("veto is the factory, not a veto; call it: negative_advantage_veto()")
   P, G, T = _check_shape("mask", mask, "P", "G", "T")
   _check_shape("policy_logprobs", policy_logprobs, "P", "G", "T", P=P, G=G, T=T)
   axes = "PGT" if jnp.ndim(coefficients) == 3 and not loss.of_responses else "PG"
   _check_shape("coefficients", coefficients, *axes, P=P, G=G, T=T)
   if loss.needs_proximal and proximal_logprobs is None:
-    raise ValueError("this loss needs proximal_logprobs, those of its proximal policy; give them")
+    raise ValueError("this loss needs proximal_logprobs, its proximal policy's log-probabilities")
   batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)
   statistics = None
   if loss.statistics is not None:
@@ -244,7 +244,7 @@ def loss_of(
     metrics = {**metrics, **veto_metrics}
   length = max_response_length or batch.mask.shape[-1]
   pair = aggregate(losses, loss_mask, how=aggregation, max_response_length=length)
-  loss = jnp.where(pair.weight == 0, 0.0, reductions.value(pair))  # without a loss token
+  loss = jnp.where(pair.weight == 0, 0.0, reductions.value(pair))  # 0 if the mask is 0 everywhere
   return loss, jax.lax.stop_gradient(reductions.values(metrics))
 
 
@@ -294,7 +294,7 @@ def gram_of_head(
 
 
 class _HeadOnly:
-  """A model that has an output head only, which is also its parameters."""
+  """A model that consists of an output head; its parameters are that head."""
 
   def __init__(self, head: Head):
     self._head = head

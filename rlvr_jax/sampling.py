@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# Below it logits over the temperature lose their digits in float32, and far below are infinite.
+# At lower temperatures, logits / temperature lose digits in float32 and may be infinite.
 LEAST_TEMPERATURE = 1e-3
 
 
@@ -21,5 +21,5 @@ class Sampling:
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-  """The distribution that a section such as `config.sampling` sets; it may have other fields."""
+  """The settings in a section such as `config.sampling`, whose other fields are ignored."""
   return Sampling(**{field.name: settings[field.name] for field in dataclasses.fields(Sampling)})

@@ -32,8 +32,8 @@ _RULE = (
 class Spec(NamedTuple):
   """The name and the arguments of a component; `str` returns its string."""
 
-  name: str  # of a factory of the package, or "my_package.module:factory"
-  arguments: Mapping[str, Any]  # its hyper-parameters, literals
+  name: str  # the name of a factory of the package, or "my_package.module:factory"
+  arguments: Mapping[str, Any]  # the factory's hyper-parameters, literals
 
   def __str__(self) -> str:
     inner = ", ".join(f"{keyword}={value!r}" for keyword, value in self.arguments.items())
@@ -95,7 +95,7 @@ def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, st
   elif isinstance(value, str) and (match := _FORM.fullmatch(value)):
     if ":" in match[1]:
       yield field, value
-    else:  # components within its arguments
+    else:  # arguments of a component may be components
       with contextlib.suppress(ValueError):
         yield from outside_package([*parse(field, value).arguments.values()], field)
 
@@ -198,7 +198,7 @@ def find_factory(owner: str, package: types.ModuleType, name: str) -> Callable[.
         " To use your own, write my_module:function"
       )
     return getattr(package, name)
-  if not _NAME.fullmatch(name):  # what `outside_package` could not find
+  if not _NAME.fullmatch(name):  # `outside_package` does not find such a name
     raise ValueError(f"{owner}: {name!r} is not of the form my_module:function")
   if os.getcwd() not in sys.path:  # `python -m` adds it, an installed command does not
     sys.path.append(os.getcwd())
@@ -279,7 +279,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _did_you_mean(names: Sequence[str]) -> str:
-  """A question, or a list where many names are allowed."""
+  """The question "did you mean …?", or the list of allowed names."""
   if len(names) == 1:
     return f"did you mean {names[0]!r}?"
   if len(names) > 10:

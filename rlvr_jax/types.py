@@ -28,8 +28,8 @@ Tree = TypeVar("Tree")  # a pytree of any structure, which the function keeps
 
 
 # Fields of a `TrainBatch` that are None unless the advantage names them in its `needs`.
-RECORDED = ("rewards_by_name", "turn_scores")  # with the rollouts, by graders and environments
-# Of the policy before the update, by the update's first phase.
+RECORDED = ("rewards_by_name", "turn_scores")  # recorded by graders and environments
+# Measured by the update's first phase, with the parameters before the update.
 MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
 
 
@@ -51,7 +51,7 @@ class Head(NamedTuple):
   """The output head: logits = soft_cap(hidden @ kernel · scale)."""
 
   kernel: Array  # [D, V]
-  scale: float | Array = 1.0  # or [V], of a kernel in 8 bits
+  scale: float | Array = 1.0  # [V] if the kernel is quantized to 8 bits
   soft_cap: float | None = None  # c·tanh(z/c)
 
 
@@ -69,57 +69,58 @@ class TrainBatch:
 
   prompts: Prompts
   tokens: Array  # i32[P, G, T], right-padded; the stop token is included
-  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included); 0 on those of
+  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included); 0 on tokens of
   # an environment
   mask: Array
-  # f32[P, G, T], under the distribution sampled from; 0 where padded, or not sampled
+  # f32[P, G, T], under the distribution that was sampled from; 0 where padded, or not sampled
   behavior_logprobs: Array
   rewards: Array  # f32[P, G], 0 where not valid
   correct: Array  # f32[P, G] in {0, 1}, 0 where not valid
-  # bool[P, G], False: without a grade, as where a grader crashed; no result depends on such a
-  # rollout. One that the loss leaves out for another reason, such as its length, is valid.
+  # bool[P, G], False for a rollout without a grade, for instance if the grader crashed; no result
+  # depends on it. A rollout that the loss excludes for another reason, such as length, is valid.
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
-  # Of the teacher's distribution, nats; None without one, or where the update computes them.
-  teacher_logprobs: Array | None = None  # f32[P, G, T], of the tokens
-  teacher_entropy: Array | None = None  # f32[P, G, T]
-  # f32[P, G, T], of π from τ at the place, computed in the update; its gradient goes through π
+  # The next two are nats; None without a teacher, or if the update computes the teacher's values.
+  teacher_logprobs: Array | None = None  # f32[P, G, T], the teacher's log-probability of each token
+  teacher_entropy: Array | None = None  # f32[P, G, T], entropy of the teacher's distribution
+  # f32[P, G, T], divergence of the policy from the teacher at each token, computed in the update;
+  # gradients flow through the policy
   teacher_divergence: Array | None = None
-  teachers: Array | None = None  # i32[P], number of a group's teacher; None: there is one
-  # f32[P], all equal: see `rollouts.grading.mean_solve_rate`, before any filter of groups
+  teachers: Array | None = None  # i32[P], index of a group's teacher; None if there is one teacher
+  # f32[P], equal for all groups: `rollouts.grading.mean_solve_rate` before groups are filtered
   solve_rate: Array | None = None
   # i32[P, G, T], updates since the policy that sampled a token; −1: not of this run
   lags: Array | None = None
-  # i32[P, G, T], of dialogues, the number of the turn that a token belongs to: 0 is the policy's
-  # first, 1 the environment's reply to it, 2 the policy's second, and so on; 0 where padded. None:
-  # one turn of the policy. Most updates ask only whether there are any: if so, the head leaves out
-  # places that predict nothing.
+  # i32[P, G, T], in dialogues, the number of a token's turn: 0 is the policy's first turn, 1 the
+  # environment's reply to it, 2 the policy's second turn, and so on; 0 where padded. None without
+  # dialogues. Most updates only ask whether it is None: if not, the head leaves out places that
+  # predict nothing.
   turns: Array | None = None
-  # f32[P, G, T], of dialogues, the environment's score of a turn of the policy, as far as it is not
-  # that of the dialogue, at the turn's last token; NaN elsewhere. In an update only where the
-  # advantage reads them.
+  # f32[P, G, T], in dialogues, the environment's score of a policy's turn, without the dialogue's
+  # score, at the turn's last token; NaN elsewhere. In an update, None unless the advantage needs
+  # it.
   turn_scores: Array | None = None
   # f32[P, G, K], the scores of K graders, the main one first, then those of config.grading.extra;
   # 0 where not valid
   rewards_by_name: Array | None = None
-  # What an update's first phase measures of the policy before the update, constants; None unless
-  # the advantage needs it
+  # The next three are measured by the update's first phase with the parameters before the update,
+  # and constant for differentiation; None unless the advantage needs them.
   policy_logprobs: Array | None = None  # f32[P, G, T], nats, at config.policy_temperature
   squared_probabilities: Array | None = None  # f32[P, G, T], Σ_v π(v)² where a token was sampled
   squared_norms: Array | None = None  # f32[P, G], ‖g_i‖², the diagonal of the Gram matrix
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
-  # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are
-  # others (config.sources.temperature.recorded); in the store only, no update reads them.
+  # f32[P, G, T], under the distribution that was sampled from, if `behavior_logprobs` are not
+  # (config.sources.temperature.recorded = "raw"); in the store only, no update reads it.
   sampled_logprobs: Array | None = None
-  # Of a mixture whose routes are recorded, unsigned integers: the experts that its routers chose, k
-  # in each layer, by falling probability, at the place that predicts a token; 0 where padded. None
-  # once they are in `packed`.
-  routes: Array | None = None  # [P, G, T, layers, k]; the first is that of the prompt's last token
+  # The next two are unsigned integers, for a mixture of experts whose routes are recorded: the k
+  # experts that each layer's router chose at the place that predicts a token, by falling
+  # probability; 0 where padded. None once they are in `packed`.
+  routes: Array | None = None  # [P, G, T, layers, k]; first the route of the prompt's last token
   prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
-  # i32[P, G, T], where weights may change within a response: the version of the policy that sampled
-  # a token; −1 where padded, or not sampled. In the store only, updates read `lags`.
+  # i32[P, G, T], if weights may change within a response: the version of the policy that sampled a
+  # token; −1 where padded, or not sampled. In the store only; updates read `lags`.
   token_versions: Array | None = None
 
 
@@ -131,8 +132,8 @@ class Rows(NamedTuple):
   """
 
   prompts: Array  # prompt that a token belongs to; −1 on padding
-  positions: Array  # in the token's sequence, where a rollout's follow its prompt's; 0 on padding
-  starts: Array  # index in the row where the token's rollout starts; of a prompt's token, its end
+  positions: Array  # the token's position, counted from the start of its prompt; 0 on padding
+  starts: Array  # index in the row where the token's rollout starts; for prompt tokens, prompt_ends
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 
 
@@ -144,19 +145,19 @@ class Routes(NamedTuple):
   """
 
   prompts: Array  # [P, S, layers, k], left-padded
-  responses: Array  # [P, G, T, layers, k], right-padded; the last token of a response has none
+  responses: Array  # [P, G, T, layers, k], right-padded; a response's last token has no routes
 
 
 class Packed(NamedTuple):
   """A batch's rollouts in M micro-batches of R rows each, see `rollouts.packing`."""
 
   tokens: Array  # i32[M, R, L], inputs
-  targets: Array  # i32[M, R, L], the response token that a place predicts; 0 where none
+  targets: Array  # i32[M, R, L], the response token that a place predicts; 0 if it predicts none
   rows: Rows  # [M, R, L]
-  places: Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1: nowhere
-  num_micro_batches: Array  # i32[], ≤ M; those behind are empty
-  # i32[], of the last micro-batches that are not empty: their rows' first places, of which
-  # `ops.row_blocks.short_row` says how many, hold everything. None: there never are any.
+  places: Array  # i32[P, G, T], index in M·R·L of the place that predicts a token; −1 if none does
+  num_micro_batches: Array  # i32[], ≤ M; later micro-batches are empty
+  # i32[], number of short micro-batches, the last of `num_micro_batches`: their tokens are in the
+  # first `ops.row_blocks.short_row` places of each row. None if the layout has no short rows.
   num_short: Array | None = None
   routes: Array | None = None  # [M, R, L, layers, k], see `TrainBatch.routes`; 0 on padding
 
@@ -194,8 +195,8 @@ class Mean:
 
   total: Array
   weight: Array
-  # [P, G, T], bool or in [0, 1]: what it averages, where that is a mark on each token. Diagnostics
-  # read it; an update drops it, see `ops.reductions.without_tokens`.
+  # [P, G, T], bool or in [0, 1]: the averaged value of each token; None if the metric has no such
+  # values. Diagnostics read them; an update drops them, see `ops.reductions.without_tokens`.
   tokens: Array | None = None
 
 
@@ -233,8 +234,8 @@ class ExpertChoices:
   """A statistic of the number of tokens per expert, averaged over the layers of a mixture."""
 
   choices: Array  # f32[layers, E]
-  # entropy: of the shares, ÷ log E; largest: the largest share, times E; unused: share of experts
-  # that no token chose
+  # "entropy": entropy of the experts' shares, ÷ log E; "largest": largest share, times E; "unused":
+  # fraction of experts that no token chose
   statistic: str = dataclasses.field(metadata=dict(static=True))
 
 

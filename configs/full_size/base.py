@@ -2,10 +2,11 @@
 
 This is not a complete recipe. Four recipes that start from it have the settings of four papers at
 full size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. Settings that
-neither a paper nor its authors' code states are marked **open** there. Two more recipes are a start
-on one chip: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora; gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b
-train mixtures of experts, grpo_qwen35_4b gated DeltaNets. No recipe has been trained, since no
-accelerator was available. This command prints the memory per chip, and needs no chip (v5p:2x2x4 has
+neither a paper nor its authors' code states are marked **open** there. Two more recipes fit on one
+chip, to start with: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora. gspo_qwen3_30b_a3b and
+gsm8k_olmoe_1b_7b train mixtures of experts, and grpo_qwen35_4b trains gated DeltaNets. No recipe
+has been trained, since no accelerator was available. This command prints the memory per chip, and
+needs no chip (v5p:2x2x4 has
 16 chips, and is v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
@@ -39,7 +40,7 @@ WHOLE_COLLECTIVES = (
   "xla_tpu_enable_windowed_einsum_for_all_gather=false"
   " xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 )
-# Gathers of weights go on beside products, several at a time.
+# Several gathers of weights run at a time, beside products.
 FUSED_GATHERS = (
   "xla_tpu_enable_windowed_einsum_for_all_gather=false xla_enable_async_all_gather=true"
   " xla_tpu_enable_async_collective_fusion=true"
@@ -47,7 +48,7 @@ FUSED_GATHERS = (
   " xla_tpu_enable_async_collective_fusion_multiple_steps=true"
 )
 
-# Of Qwen2.5 7B with rows of 9216 tokens, one response of 8192 or several of 2048.
+# Settings for Qwen2.5 7B with rows of 9216 tokens, for one response of 8192 or several of 2048.
 SLICES_OF_7B = {  # found by --mode=tune; see docs/tuning.md
   "v5p:2x2x4": {
     "mesh.fsdp": 16,
@@ -116,7 +117,7 @@ def set_for_slice(
     slices: topology → dotted name of a field → its value.
     topology: a key of `slices`, such as "v5p:2x2x4"; "" leaves c unchanged, for any machine.
   Raises:
-    ValueError: nothing has been found for this slice.
+    ValueError: there are no settings for this slice.
   """
   if topology and topology not in slices:
     others = f", only for {sorted(slices)}" if slices else ""

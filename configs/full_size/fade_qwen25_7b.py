@@ -11,8 +11,8 @@ up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW a
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 
-Generated programs run in a sandbox on the hosts (docs/graders.md). With what was tuned for a slice:
-fade_qwen25_7b.py:v5p:2x2x4 and fade_qwen25_7b.py:v5e:8x8. On v5e:8x8 without that, add
+Generated programs run in a sandbox on the hosts (docs/graders.md). Settings tuned for a slice:
+fade_qwen25_7b.py:v5p:2x2x4 and fade_qwen25_7b.py:v5e:8x8. On v5e:8x8 without them, add
 --config.mesh.tensor=4. Card: docs/methods/fade.md.
 """
 

@@ -11,7 +11,7 @@ compared: 256 problems per refresh with 4 rollouts each, prompts up to 4096 toke
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 A slot takes 51.5 MB for its states, whatever its length, and 32 KB for the keys and values of each
-token. With settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. On v5e
+token. Settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. On v5e
 remat="dots" would take 16.1 GiB of a chip's 15.75. Card: docs/methods/grpo.md.
 """
 

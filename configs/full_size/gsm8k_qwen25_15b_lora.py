@@ -1,8 +1,8 @@
 """GRPO on GSM8K from Qwen2.5-1.5B-Instruct with LoRA: to start with, on one small chip.
 
-Like gsm8k_qwen25_05b, but with a larger model, of which only adapters are trained, of rank 32 on
-all kernels of the layers. The frozen parameters are bfloat16, as published; the adapters are
-float32.
+Like gsm8k_qwen25_05b, but with a larger model, of which only adapters are trained. These have rank
+32 and change all kernels of the layers. The frozen parameters are bfloat16, as published; the
+adapters are float32.
 
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_15b_lora.py \\
     --workdir=runs/gsm8k_15b_lora --config.model.checkpoint=Qwen2.5-1.5B-Instruct \\

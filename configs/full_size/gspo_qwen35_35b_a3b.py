@@ -1,8 +1,8 @@
 """GSPO on a mixture with gated DeltaNets: Qwen3.5-35B-A3B, four updates per refresh.
 
-The recipe of gspo_qwen3_30b_a3b for the newer network: 256 experts of which a token takes 8, one
-that all tokens share, and states instead of keys in three layers of four. **open**: as there;
-besides, no paper states a recipe for this model.
+This is the recipe of gspo_qwen3_30b_a3b for the newer network, which has 256 experts of which a
+token takes 8, one expert that all tokens share, and states instead of keys in three layers of four.
+**open**: the settings that are open there; also, no paper states a recipe for this model.
 
   python -m rlvr_jax.main --distributed \\
     --config=configs/full_size/gspo_qwen35_35b_a3b.py:v5p:2x4x4 \\
@@ -11,14 +11,15 @@ besides, no paper states a recipe for this model.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-Two key/value heads: `generation_mesh.tensor` is 2 at most. Card: docs/methods/gspo.md.
+The network has two key/value heads, so `generation_mesh.tensor` is at most 2.
+Card: docs/methods/gspo.md.
 """
 
 from ml_collections import ConfigDict
 
 from rlvr_jax.configs.full_size import gspo_qwen3_30b_a3b
 
-# These settings, with another generation mesh; they were not searched for.
+# The settings of gspo_qwen3_30b_a3b with another generation mesh; --mode=tune has not checked them.
 SLICES = gspo_qwen3_30b_a3b.SLICES
 
 

@@ -4,9 +4,9 @@ Source: "Group Sequence Policy Optimization" (arXiv:2507.18071), which trains a 
 Qwen3-30B-A3B-Base, with each batch of rollouts in four mini-batches, and clips a response's ratio
 to [1 − 3e-4, 1 + 4e-4]; advantages are normalized by group, and the loss is the mean over
 responses. It says that GSPO needs no replay of routes where GRPO does. So routes are recomputed,
-and recorded, so that `routing/changed` shows by how much they differ. With replay:
---config.model.routing=replayed. **open**: numbers of problems and rollouts, lengths, optimizer,
-rate; those below are ours.
+and recorded, so that `routing/changed` shows by how much they differ. To replay routes:
+--config.model.routing=replayed. **open**: numbers of problems and rollouts, lengths, optimizer and
+rate, which are our choices below.
 
   python -m rlvr_jax.main --distributed \\
     --config=configs/full_size/gspo_qwen3_30b_a3b.py:v5p:2x4x4 \\
@@ -15,9 +15,10 @@ rate; those below are ours.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-Parameters, gradient and Adam's moments in float32 are 488 GB: 32 chips of v5p. On v5e a batch of 32
-problems leaves at most 32 for data · fsdp, and the rest of 256 chips to tensor, which cuts experts
-too narrow; no settings have been found there. Card: docs/methods/gspo.md.
+Parameters, gradient and Adam's moments in float32 are 488 GB, so that 32 chips of v5p are needed.
+On v5e a batch of 32 problems allows at most 32 for data · fsdp, so that the axis tensor gets the
+rest of 256 chips and cuts experts too narrow; no settings have been found there.
+Card: docs/methods/gspo.md.
 """
 
 from ml_collections import ConfigDict

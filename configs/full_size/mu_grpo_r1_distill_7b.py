@@ -12,8 +12,8 @@ per update and the veto's κ.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A stage's rollouts, 1024 batches, are in the workdir's store. With what was tuned for a slice:
-mu_grpo_r1_distill_7b.py:v5p:2x2x4 and mu_grpo_r1_distill_7b.py:v5e:8x8. On v5e:8x8 without that,
+A stage's rollouts, 1024 batches, are in the workdir's store. Settings tuned for a slice:
+mu_grpo_r1_distill_7b.py:v5p:2x2x4 and mu_grpo_r1_distill_7b.py:v5e:8x8. On v5e:8x8 without them,
 add --config.mesh.tensor=4. Card: docs/methods/mu_grpo.md.
 """
 

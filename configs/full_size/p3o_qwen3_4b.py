@@ -6,8 +6,8 @@ problems per refresh with 4 rollouts each, 1,024 rollouts, and one update per re
 them; responses up to 2048 tokens, prompts up to 4096; AdamW at 1e-5 with β 0.9 and 0.95, decay
 0.01, gradients clipped at 0.5, warm-up over a tenth of the 500 updates, then a cosine. Those
 settings name GRPO with a clip of 0.4; the loss here is P3O, without clip range or coefficient. On
-its own rollouts P3O is REINFORCE but for rounding, and e is near 1; other sources or schedules make
-the difference.
+its own rollouts P3O equals REINFORCE up to rounding, and e is near 1; other sources or schedules
+make the difference.
 
   python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/p3o \\
@@ -15,9 +15,10 @@ the difference.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-With what was tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4 and p3o_qwen3_4b.py:v5e:8x8, whose chips
-hold half of the rollouts at a time. From an 8-bit copy: --config.sources.quantized.fraction=1.0.
-One update old: --config.schedule="fixed_lag(lag=1)". Card: docs/methods/p3o.md.
+Settings tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4 and p3o_qwen3_4b.py:v5e:8x8, whose chips hold
+half of the rollouts at a time. To sample from an 8-bit copy of the policy:
+--config.sources.quantized.fraction=1.0. To train on rollouts that are one update old:
+--config.schedule="fixed_lag(lag=1)". Card: docs/methods/p3o.md.
 """
 
 from ml_collections import ConfigDict

@@ -15,10 +15,9 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Without SALT: --config.reweighting=none is DAPO's update. With what was tuned for a slice:
-salt_qwen25_math_7b.py:v5p:2x2x4 and salt_qwen25_math_7b.py:v5e:8x8. On v5e:8x8 without that, add
---config.mesh.tensor=4.
-Card: docs/methods/salt.md; memory per chip: docs/costs.md.
+Without SALT: --config.reweighting=none is DAPO's update. Settings tuned for a slice:
+salt_qwen25_math_7b.py:v5p:2x2x4 and salt_qwen25_math_7b.py:v5e:8x8. On v5e:8x8 without them, add
+--config.mesh.tensor=4. Card: docs/methods/salt.md; memory per chip: docs/costs.md.
 """
 
 from ml_collections import ConfigDict
@@ -69,7 +68,7 @@ def get_config(topology: str = "") -> ConfigDict:
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule = "updates_per_refresh(batches=16)"
-  # At most 10 batches of 3 × 512 prompts for 512 there; here 32 prompts are filled at a time.
+  # The authors fill 512 prompts from at most 10 batches of 3 × 512; here 32 are filled at a time.
   c.dynamic_sampling = dict(enabled=True, max_batches=30)
   c.overlong.buffer = 4096
   c.loss = "ppo_clip(epsilon_high=0.28)"

@@ -1,4 +1,4 @@
-"""Rewards [P, G] → coefficients [P, G]. One factory per estimator, looked up by name."""
+"""Advantages map rewards [P, G] to coefficients [P, G]. Each name here is a factory."""
 
 from rlvr_jax.advantages.base import Advantage as Advantage
 from rlvr_jax.advantages.base import stateless as stateless

@@ -31,10 +31,10 @@ class Advantage(NamedTuple):
       None computes it from the batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; other rewards are then a configuration error.
-    needs: the optional fields of the batch, from `NEEDS`, that the estimator reads; a field that no
-      estimator names is None.
+    needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
+      fields may be None.
     per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]; or the
-      given coefficients, if the batch has no turns. None: all tokens of a rollout have its
+    given coefficients, if the batch has no turns. None: all tokens of a rollout have the rollout's
       coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
       responses: this is a configuration error.
   """
@@ -133,7 +133,7 @@ def counts_over(batch: TrainBatch, over: str) -> Array:
 
 
 def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
-  """(x − μ f32[P, G], unbiased σ f32[]) over a batch; both are exactly 0 if all x are equal.
+  """x − μ, f32[P, G], and the unbiased σ, f32[], of a batch; both are exactly 0 if all x are equal.
 
   Args:
     x: f32[P, G].
@@ -143,6 +143,6 @@ def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
   total = jnp.maximum(jnp.sum(counts), 1)
   centered = masked_fill(x - jnp.sum(counts * x) / total, counts)
   variance = jnp.sum(counts * jnp.square(centered)) / jnp.maximum(total - 1, 1)
-  # Of equal rewards the mean need not be exact.
+  # The mean of equal rewards need not be exact.
   differs = varies(x.reshape(1, -1), counts.reshape(1, -1))[0, 0]
   return jnp.where(differs, centered, 0.0), jnp.where(differs, jnp.sqrt(variance), 0.0)

@@ -19,8 +19,8 @@ SCHEDULES = ("adaptive", "entropy", "logarithmic")
 class FadeState(NamedTuple):
   """FADE's state between updates."""
 
-  solve_rate: Array  # f32[], p̂, moving average
-  entropy: Array  # f32[], Ĥ, moving average, nats per token
+  solve_rate: Array  # f32[], p̂, a moving average
+  entropy: Array  # f32[], Ĥ, a moving average, nats per token
   initial_entropy: Array  # f32[], nats per token
   target_entropy: Array  # f32[], H*, nats per token
   updates: Array  # i32[], updates so far
@@ -34,7 +34,7 @@ class Exponents(NamedTuple):
 def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
   """α = clip(3(1−p̂)/(2p̂), 1, α_max), δ = clip(1 + Ĥ − H*, δ_min, 1)."""
   return Exponents(
-    # At p̂ = 0 the quotient is +inf, clipped to α_max.
+    # At p̂ = 0 the quotient is +inf, which is clipped to α_max.
     alpha=jnp.clip(3 * (1 - state.solve_rate) / (2 * state.solve_rate), 1.0, alpha_max),
     delta=jnp.clip(1 + state.entropy - state.target_entropy, delta_min, 1.0),
   )
@@ -159,7 +159,7 @@ def fade(
 
 
 def _moving_average(old: Array, new: Array, weight: float) -> Array:
-  """The next average; NaN, a value that nothing was measured for, leaves it as it was."""
-  # In the state's dtype, whatever the batch's: another dtype would cause a recompilation.
+  """The next average; `new` = NaN, which means that nothing was measured, does not change it."""
+  # The dtype stays the state's, since another dtype would cause a recompilation.
   average = ((1 - weight) * old + weight * new).astype(old.dtype)
   return jnp.where(jnp.isnan(new), old, average)

@@ -29,7 +29,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def leave_one_out_advantages(
   rewards: Array, valid: Array, *, epsilon: float, name: str = "gdpo"
 ) -> Array:
-  """(r − b)/(s + ε) for one reward; b, s: mean and unbiased deviation over the *other* rollouts.
+  """(r − b)/(s + ε) for one reward, with the *other* rollouts' mean b and unbiased deviation s.
 
   If the other rollouts' rewards are all equal, the result is r − b, as in NeMo-RL. It is 0 in a
   constant group.
@@ -101,12 +101,12 @@ def gdpo(
   """A = (a − μ)/(σ + ε), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
 
   The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order.
-  Other estimators get their sum, which can be equal for rollouts with different rewards. Here such
-  rollouts differ, and a reward that hardly varies counts as much as one that varies much. A
-  constant reward contributes 0.
+  Other estimators get the sum of the rewards, which can be equal for rollouts with different
+  rewards. Here such rollouts differ, and a reward that hardly varies counts as much as a reward
+  that varies much. A constant reward contributes 0.
 
   A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. A mean
-  over tokens is not 0 where rewards depend on the length; such a group then gets −μ/(σ + ε).
+  over tokens is not 0 if rewards depend on the length; a constant group then gets −μ/(σ + ε).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`
@@ -162,6 +162,6 @@ def _rewards_of(batch: TrainBatch) -> Array:
 
 
 def _varying(rewards: Array, valid: Array) -> Array:
-  """Whether each reward [P, G, K] varies in its group, bool[P, G, K]."""
+  """For each reward [P, G, K], whether it varies within the group, bool[P, G, K]."""
   found = jax.vmap(lambda r: varies(r, valid), in_axes=-1, out_axes=-1)(rewards)
   return jnp.broadcast_to(found, rewards.shape)

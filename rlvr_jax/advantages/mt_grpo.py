@@ -1,4 +1,4 @@
-"""MT-GRPO: a turn with a score gets an advantage of its own, added to the dialogue's."""
+"""MT-GRPO: adds to the dialogue's advantage an advantage of each turn that has a score."""
 
 from __future__ import annotations
 
@@ -39,18 +39,17 @@ def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Arra
 
 
 def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
-  """A = A_dialogue + λ·A_turn; both are (x − x̄)/(std + ε), of rewards x and of turn scores x.
+  """A = A_dialogue + λ·A_turn, each (x − x̄)/(std + ε), where x is the reward or the turn's score.
 
   An environment may score a turn of the policy after which the dialogue goes on (`Turn.score`).
   A_turn compares this score with the scores of the same turn in the other dialogues of the group,
-  the first turn with first turns. A_turn applies to that turn's tokens. A turn without a score has
-  A_dialogue alone; so has the last turn, whose score is the reward. Without turn scores this is
-  `grpo`.
+  the first turn with first turns. A_turn applies to that turn's tokens. A turn without a score gets
+  A_dialogue alone, and so does the last turn, whose score is the reward. Without turn scores this
+  is `grpo`.
 
-  The paper has two turns, of which the first has a score. **open**: here every turn that has a
-  score is compared by itself. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue
-  that does not call the tool gets the advantage of the sum of both rewards; here it gets
-  A_dialogue.
+  The paper has two turns, of which the first has a score. **open**: here each turn that has a score
+  is compared separately. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue that
+  does not call the tool gets the advantage of the sum of both rewards; here it gets A_dialogue.
 
   Args:
     turn_weight: λ ≥ 0.
@@ -68,7 +67,7 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
       return coefficients
     scores, scored = scores_by_turn(batch.turn_scores, batch.turns, batch.valid)
     by_turn = jax.vmap(advantages, in_axes=-1, out_axes=-1)(scores, scored)
-    # A reply, which is not in the loss, has what the turn before it has.
+    # A reply, which is not in the loss, gets the coefficient of the turn before it.
     by_token = jnp.take_along_axis(by_turn, batch.turns // 2, axis=-1)
     return coefficients[..., None] + turn_weight * by_token
 

@@ -32,8 +32,8 @@ def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
 def opo() -> Advantage:
   """A = r − Σ len·r/Σ len, where len is the number of loss tokens.
 
-  A rollout excluded by `config.overlong.filter` has no loss token: its gradient is 0, and so is its
-  weight in this baseline. Other estimators count it in their baselines.
+  A rollout excluded by `config.overlong.filter` has no loss token, so its gradient and its weight
+  in this baseline are 0. Other estimators include such rollouts in their baselines.
   """
   lengths = lambda batch: masked_count(batch.mask, axis=-1)
   return stateless(lambda batch: opo_advantages(batch.rewards, lengths(batch), batch.valid))

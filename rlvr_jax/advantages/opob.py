@@ -40,7 +40,7 @@ def opob_advantages(
   rewards = as_group("opob", rewards, valid)
   chex.assert_equal_shape([rewards, log_weights, squared_norms])
   log_weights = masked_fill(log_weights, valid)
-  # The largest W is divided out, so that squares neither overflow nor vanish; ε stays what it is.
+  # The largest W is divided out, so that squares neither overflow nor vanish; ε is not scaled.
   largest = jnp.max(log_weights, axis=1, keepdims=True, where=valid > 0, initial=-jnp.inf)
   largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = masked_fill(jnp.exp(2 * (log_weights - largest)) * upcast(squared_norms), valid)
@@ -56,9 +56,9 @@ def opob_advantages(
 def opob(*, by_deviation: bool = False) -> Advantage:
   """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group; W = Π_t π/β of a response, without truncation.
 
-  ‖g‖² is the diagonal of the Gram matrix of `config.gram`: for the output head with "streaming",
-  for all parameters with "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length, this is
-  `opo`. π is the policy before the update.
+  ‖g‖² is the diagonal of the Gram matrix of `config.gram`. The gradient is the output head's with
+  "streaming", and that of all parameters with "per_rollout(parameters='all')". If W = 1 and ‖g‖² is
+  the length, this is `opo`. π is the policy before the update.
 
   Args:
     by_deviation: whether A is divided by the group's deviation of the rewards, as in the authors'

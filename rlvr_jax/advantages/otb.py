@@ -79,27 +79,27 @@ def in_tail(counted: Array) -> Array:
   Args:
     counted: bool[P, G, T], loss tokens of valid rollouts.
   Returns:
-    bool[P, G, T]; it has no meaning at tokens that are not counted.
+    bool[P, G, T]; arbitrary at tokens that are not counted.
   """
   reached = jnp.arange(counted.shape[-1]) < jnp.sum(counted, axis=-1, keepdims=True)
   return _at_tokens(jnp.sum(reached, axis=1, keepdims=True) == 1, counted)
 
 
 def _by_number(values: Array, counted: Array) -> Array:
-  """The value of the first counted token at place 0, of the second at 1, and so on; then 0."""
+  """Moves the values of a rollout's counted tokens to its first places, in order; then zeros."""
   places = jnp.where(counted, _numbers(counted), counted.shape[-1])
   lay = lambda values, places: jnp.zeros_like(values).at[places].set(values, mode="drop")
   return jax.vmap(jax.vmap(lay))(values, places)
 
 
 def _at_tokens(values: Array, counted: Array) -> Array:
-  """The inverse of `_by_number`, of values [P, 1, T] that the rollouts of a group share."""
+  """The inverse of `_by_number`, for values [P, 1, T] that the rollouts of a group share."""
   values = jnp.broadcast_to(values, counted.shape)
   return jnp.take_along_axis(values, jnp.maximum(_numbers(counted), 0), axis=-1)
 
 
 def _numbers(counted: Array) -> Array:
-  """The number of a token among the counted ones of its rollout, from 0 on."""
+  """The index of each counted token among the counted tokens of its rollout."""
   return jnp.cumsum(counted, axis=-1) - 1
 
 
@@ -113,8 +113,8 @@ def otb(
   """A_t = r − Σ_i E_it·r_i/Σ_i E_it with E_it = Σ_{s≤t} w²·(1 − 2π(y_s) + Σ_v π(v)²).
 
   Each token of a response has its own baseline. The baseline has the least variance if E_it is the
-  squared norm of the gradient of response i up to token t. π is the policy before the update; it
-  costs no extra forward pass if the batch is one micro-batch. Metrics of coefficients use a
+  squared norm of the gradient of response i up to token t. π is the policy before the update, which
+  needs no extra forward pass if the batch is one micro-batch. Metrics of coefficients use a
   rollout's mean A.
 
   Args:
@@ -123,8 +123,8 @@ def otb(
     level: "token"; or "sequence", where the ratio is the product over the response.
     zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; otherwise
       A = 0 there.
-    zero_constant: whether A = 0 in a group with equal rewards; False leaves A = r in its longest
-      response beyond the second longest, as in verl.
+    zero_constant: whether A = 0 in a group with equal rewards. If False, the longest response has A
+      = r beyond the second longest, as in verl.
   Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"
     (arXiv:2602.07078); verl 0.9.1, `core_algos.py`.
   """

@@ -1,8 +1,8 @@
 """A control group (cgroup v2) around each sandbox: limits by the kernel, if groups are delegated.
 
-Delegated means that below this process's group or one of its ancestors, this process may create
-groups, limit their memory and number of processes, and move processes into them. Root has this
-right, and so has a process that a user starts with `systemd-run --user --scope`. No existing
+A group is *delegated* if it is this process's group or an ancestor, and this process may create
+groups below it, limit their memory and number of processes, and move processes into them. Root has
+this right, and so has a process that a user starts with `systemd-run --user --scope`. No existing
 process is moved.
 """
 
@@ -59,7 +59,7 @@ class Group:
         self._write(name, value)
 
   def entering_command(self, command: Sequence[str]) -> list[str]:
-    """The command that moves itself into the group and then runs `command`."""
+    """A command whose process moves itself into the group and then runs `command`."""
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.path), *command]
 
   def limit_memory(self, mebibytes: int) -> None:
@@ -108,7 +108,7 @@ def open_group() -> Group:
 
 
 def _groups_above() -> Iterator[pathlib.Path]:
-  """This process's group and its ancestors, as far as they are mounted."""
+  """Yields the folders of this process's group and its ancestors that are mounted."""
   lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
   group = next((line[3:] for line in lines if line.startswith("0::")), None)
   mounts = [line.split() for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]

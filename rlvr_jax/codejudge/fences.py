@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from . import tasks
 
-# The start of an info string of Python, such as `python3.11`, `py:main.py` and `{.python`.
+# Matches the start of info strings that name Python: `python3.11`, `py:main.py`, `{.python`.
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*(?:[:,{}].*)?")
 _INDENTATION = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?")  # with a list marker, if any
 _BEFORE = (":", "<answer>")  # ends of a text that a fence without an info string may follow
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 class _Fence(NamedTuple):
   """An opening fence."""
 
-  indentation: int  # of its line
+  indentation: int  # the indentation of its line
   mark: str
   info: str
 
@@ -42,8 +42,8 @@ def _is_python(info: str) -> bool:
 def find_blocks(text: str) -> list[Block]:
   """Finds the fenced blocks; an unclosed block extends to the end.
 
-  Unlike in CommonMark, an opening fence may follow text on its line. A fence with an info string of
-  Python may follow any text; a fence without an info string may follow a colon or "<answer>".
+  Unlike in CommonMark, an opening fence may follow text on its line: any text if its info string
+  names Python, a colon or "<answer>" if it has no info string.
   """
   blocks: list[tuple[str, list[str]]] = []
   fence: _Fence | None = None
@@ -59,7 +59,7 @@ def find_blocks(text: str) -> list[Block]:
 
 
 def _find_opening_fence(line: str) -> _Fence | None:
-  """The fence that a line opens, if any."""
+  """The fence that a line opens; None if it opens none."""
   indentation = _INDENTATION.match(line).end()  # type: ignore[union-attr]
   tildes = line.startswith("~~~", indentation)
   start = indentation if tildes else line.find("```", indentation)
@@ -76,10 +76,10 @@ def _find_opening_fence(line: str) -> _Fence | None:
 
 
 def _is_closing_fence(line: str, fence: _Fence) -> bool:
-  """Whether a line closes a fence, as in CommonMark, apart from an "</answer>" behind it.
+  """Whether a line closes a fence, as in CommonMark; an "</answer>" may follow.
 
-  It must be at least as long as the opening fence, and neither have an info string nor be indented
-  like code.
+  The closing fence must be at least as long as the opening fence, have no info string, and not be
+  indented like code.
   """
   mark = line.strip().removesuffix(_AFTER)
   is_bare_fence = len(mark) >= len(fence.mark) and set(mark) == {fence.mark[0]}

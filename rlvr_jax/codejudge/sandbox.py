@@ -11,8 +11,8 @@ item (one program with its tests) gets:
 * only the system calls of an allow list (`harness.system_calls`). It excludes calls that create
   memory that belongs to no process, calls by which items could communicate, and calls not needed
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
-* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). All
-  processes of an item are killed at each limit, and when the process that waits for it dies
+* a limit of processor time, the same limit for time asleep, and a deadline (`deadline_s`). All the
+  item's processes are killed at any of these limits, and when the process that waits for it dies
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .harness import messages
 NAMESPACES = "namespaces"
 NONE = "none"  # separate processes and limits, but no isolation
 
-# The only way to run generated code without isolation: set this variable to this text.
+# Generated code runs without isolation only if this environment variable has this value.
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
-# The deadline is this multiple of the limit of processor time, so that grades do not change if a
-# program waits long for a core. A program that sleeps is killed at the limit itself.
+# The deadline is this multiple of the limit of processor time, so that a grade does not change if
+# the program waits long for a core. A program that sleeps is already killed at the limit.
 WALL_CLOCK_FACTOR = 20.0
 _LONGEST_S = 480.0  # maximum deadline of an item
 _START_S = 20.0  # time for the launcher to start
@@ -122,8 +122,8 @@ class Sandbox:
       program: "mode" ("calls", "cases" or "last") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; the program's process never has them.
       time_limit_s: total processor time of all processes, seconds; also the limit on the time in
-        which none of them runs, or waits for a core or the disk. Without isolation neither time
-        is measured, and time_limit_s limits the wall-clock time.
+        which all of them sleep, so that none runs, or waits for a core or the disk. Without
+        isolation neither time is measured, and time_limit_s limits the wall-clock time.
       memory_mib: address space of each process, and total memory of all processes, MiB.
       on_asleep: called at most once, when the program sleeps and leaves its core to others.
     Returns:
@@ -177,8 +177,8 @@ class Sandbox:
       self._group.close()
 
 
-# Starts the harness from its folder, the first argument. The package is created here (`__init__.py`
-# has no code), so nothing outside of that folder is importable at any time.
+# Starts the harness from its folder, the first argument. The package is created here, since its
+# `__init__.py` has no code, so that nothing outside of that folder is ever importable.
 _START = """
 import sys
 harness = sys.modules["harness"] = type(sys)("harness")
@@ -192,7 +192,7 @@ _FOLDER = os.path.dirname(messages.__file__)
 def _launcher_command(mechanism: str, control: int) -> list[str]:
   """The command that starts a launcher, with the descriptor of its control socket."""
   interpreter = os.path.realpath(sys.executable)
-  # -P -s -S: only the standard library is importable, for any installation of the interpreter.
+  # With -P -s -S only the standard library is importable, however the interpreter is installed.
   python = [interpreter, "-P", "-s", "-S", "-B", "-c", _START]
   devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]
   return [*python, _FOLDER, str(control), mechanism, *visible_paths(), *devices]
@@ -269,7 +269,7 @@ def probe(sandbox: Sandbox) -> None:
 
 
 def _hidden_paths() -> list[str]:
-  """Paths that no program may see: in the home and working directories, except interpreters."""
+  """Paths in the home and working directories that no program may see, without interpreters."""
   visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
 
   def overlaps_visible(path: pathlib.Path) -> bool:

@@ -1,4 +1,4 @@
-"""Sandboxes of one process: one program uses a core, and sleeping programs wait beside it."""
+"""The sandboxes of one process: one program uses the core, while other programs may sleep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from .sandbox import Sandbox, open_sandbox
 
-_MAX_SANDBOXES = 4  # of a process: programs that sleep, and one that uses the core
+_MAX_SANDBOXES = 4  # for one program that uses the core, and programs that sleep
 
 
 class Sandboxes:

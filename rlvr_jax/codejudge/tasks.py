@@ -2,19 +2,21 @@
 
 Tests are a JSON object with a "style" and the fields of that style:
   "asserts": "tests", texts to execute separately; "setup", executed after the program. In tests,
-    names that the setup imports are the judge's; its other definitions belong to the program.
+    names that the setup imports mean the judge's own modules; other definitions of the setup belong
+    to the program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
     "prompt", the beginning of a program that does not define the entry point itself.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-Tests, setups and prompts import from the standard library only. Optional, of the last two styles:
-  "absolute_tolerance", "relative_tolerance": numbers of an output may differ from the expected ones
-    by the larger of the first, and the second times the expected number; not where both are
-    integers. Without either, see README.md.
-Optional:
+Tests, setups and prompts import from the standard library only. The last two styles have optional
+fields:
+  "absolute_tolerance", "relative_tolerance": a number of an output may differ from the expected
+    number by the larger of two bounds: the absolute tolerance, and the relative tolerance times
+    the expected number. Two integers must be equal. Without these fields, see README.md.
+All styles have optional fields:
   "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
-    limit on the time in which all of them sleep.
+    limit on the time in which all of these processes sleep.
   "memory_mib": total memory of the program's processes, MiB.
 """
 
@@ -42,7 +44,7 @@ TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Raises ValueError or KeyError unless the tests have one of the forms and can be passed."""
+  """Raises ValueError or KeyError unless the tests have one of these forms, and can be passed."""
   style = tests["style"]
   if style not in STYLES:
     raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
@@ -122,7 +124,7 @@ def _parse_statements(kind: str, text: str) -> list[ast.stmt]:
 def _check_modules(tests: Sequence[str], setup: str) -> None:
   """Raises ValueError for a test that uses a module, such as `np`, which nothing imports.
 
-  A program could define a module of that name, and so decide how the test compares. A lower-case
+  A program could define a module with this name, and so decide how the test compares. A lower-case
   name counts as a module if tests use only its attributes.
   """
   names, _ = names_used(tests)
@@ -155,7 +157,7 @@ def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"an {field} has {size} bytes, allowed are {limit}: leave that case out")
 
 
-# The program, and the task without "style".
+# The two arguments of `Sandbox.run`: the program, and the task without "style".
 _Prepared: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -221,7 +223,7 @@ def run(
 
 
 def time_limit_s(tests: Mapping[str, Any]) -> float:
-  """The tests' limit of processor time, seconds."""
+  """The limit of processor time that the tests have, or the default; seconds."""
   return tests.get("time_limit_s", TIME_LIMIT_S)
 
 
@@ -243,7 +245,7 @@ def _prepare_check(source: str, task_data: Mapping[str, Any]) -> _Prepared:
   entry = task_data["entry_point"]
   prompt = task_data.get("prompt", "")
   is_complete = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
-  # Imports and helpers of the prompt are available to a complete program, too.
+  # A complete program can also use the imports and helpers of the prompt.
   completed_prompt = _complete_prompt(prompt)
   sources = [completed_prompt, source] if is_complete else [_end_with_newline(prompt) + source]
   task = {
@@ -272,7 +274,7 @@ def _prepare_function(source: str, task_data: Mapping[str, Any]) -> _Prepared:
   setup = task_data.get("setup", "")
   owner, _, name = entry.rpartition(".")
   if not (owner and re.search(rf"^class\s+{owner}\b", source, re.M)):
-    # The setup's own function does not count as the program's.
+    # A function that the setup defines does not count as the program's function.
     setup = f"{_end_with_newline(setup)}globals().pop({name!r}, None)\n"
   task = {"entry_point": entry, "cases": cases, "total": len(cases), **_tolerances(task_data)}
   return {"mode": "calls", "sources": [setup, source]}, task
@@ -298,10 +300,10 @@ _PREPARE: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
 
 @functools.lru_cache(maxsize=1024)
 def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Names that tests use from the program, and modules that they use without importing them.
+  """Names that tests take from the program, and modules that they use without importing them.
 
-  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. Tests that
-  use no other name are the exception (one of MBPP's functions is called `sum`).
+  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. But if
+  tests use no other name, they are, since a function of MBPP is called `sum`.
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   name_nodes = [node for node in nodes if isinstance(node, ast.Name)]

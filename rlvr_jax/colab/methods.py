@@ -1,4 +1,4 @@
-"""The effect of an estimator on a group, and of a loss on a token."""
+"""Coefficients that an estimator gives to a group, and weights that a loss gives to tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlvr_jax.types import Array
 
 
 class Coefficients(NamedTuple):
-  """A of a success and of a failure, by the number of successes; NaN if there is none."""
+  """Coefficients of a success and of a failure, for 0 … G successes in the group."""
 
-  success: np.ndarray  # f32[G + 1], for 0 … G successes
-  failure: np.ndarray  # f32[G + 1]
+  success: np.ndarray  # f32[G + 1], NaN without a success
+  failure: np.ndarray  # f32[G + 1], NaN without a failure
 
 
 def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
@@ -37,7 +37,7 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """The weights −∂ℓ/∂log π of tokens, each a response by itself.
+  """The weights −∂ℓ/∂log π of tokens, each of which is a response of one token.
 
   Args:
     loss: policy loss; its batch statistics, if any, are over all N tokens.

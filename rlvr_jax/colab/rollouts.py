@@ -1,4 +1,4 @@
-"""The rollouts of a run, read from its store with their outcome, age and turns, and its page."""
+"""A run's rollouts, read from its store with their outcome, age and turns; and the run's page."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Rollout(NamedTuple):
   completion: str
   answer: str  # reference answer
   kind: str  # one of KINDS
-  outcome: str  # as in rollouts.jsonl
-  reward: float | None  # before the overlong penalty; None without a grade
+  outcome: str  # the outcome of grading, as in rollouts.jsonl
+  reward: float | None  # the reward before the overlong penalty; None without a grade
   length: int  # tokens, stop token included
   age: int  # updates between the sampling policy and the first update on this rollout
-  sampler: str  # name of the program of a fleet that sampled it
-  versions: np.ndarray  # i32[length], of the policy that sampled each token; -1 for a reply's
-  surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 for an environment's
-  turns: tuple[str, ...]  # texts, of the policy and of the environment in turn
-  turn_numbers: np.ndarray  # i32[length], the turn that each token belongs to, from 0
+  sampler: str  # name of the fleet's program that sampled the rollout
+  versions: np.ndarray  # i32[length], version of the policy that sampled a token; -1 in a reply
+  surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 in an environment's reply
+  turns: tuple[str, ...]  # texts of the policy and of the environment alternately
+  turn_numbers: np.ndarray  # i32[length], index of the turn of each token
 
   @property
   def policy_turns(self) -> int:
@@ -109,7 +109,7 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
 
 
 def _batch_rollouts(batch: Batch, update: int) -> list[Rollout]:
-  """The rollouts of a batch; `update` is the first one that trains on the batch."""
+  """The rollouts of a batch; `update` is the first update that trains on the batch."""
   train: Any = batch.train
   P, G, T = train.tokens.shape
   versions = token_versions(batch.groups)

@@ -38,7 +38,7 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> str:
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:
-  """Trains `fleet_config` with a trainer and samplers as CPU programs; returns the run's folder.
+  """Trains `fleet_config` by programs on CPUs, a trainer and samplers; returns the run's folder.
 
   Args:
     samplers: number of programs that sample.

@@ -4,7 +4,7 @@ Task: an answer of T tokens is right if every token is in the set allowed at its
 differ in size between prompts, so that some prompts are hard. Policy: the logits at a position are
 fixed random features of the prompt, the position and the previous token, times the kernel of an
 output head. Only the kernel is trained, by plain gradient descent. Advantages, losses, vetoes,
-schedules and metrics are those of the package.
+schedules and metrics come from the package.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ RECORDED = ("sampled", "raw")
 class Toy(NamedTuple):
   """A task, and the features of its policies."""
 
-  features: Array  # f32[P, T, D], of prompt and position
-  previous: Array  # f32[V + 1, D], of the previous token; the last row is for none
-  allowed: Array  # bool[P, T, V]
+  features: Array  # f32[P, T, D], features of prompt and position
+  previous: Array  # f32[V + 1, D], features of the previous token; the last row: no previous token
+  allowed: Array  # bool[P, T, V], the tokens that are right at each position
 
 
 def make_toy(
@@ -71,7 +71,7 @@ def make_toy(
 
 
 def first_kernel(toy: Toy) -> Array:
-  """Kernel f32[D, V] of the uniform policy: zeros."""
+  """The kernel f32[D, V] of the uniform policy, which is zero."""
   return jnp.zeros((toy.features.shape[-1], toy.allowed.shape[-1]))
 
 
@@ -126,17 +126,17 @@ class Recipe(NamedTuple):
   loss: Loss
   advantage: Advantage = grpo_mean()
   veto: Veto | None = None
-  temperature: float = 1.0  # of sampling; the policy is trained at temperature 1
-  recorded: str = "sampled"  # log-probabilities at the sampling temperature; "raw": at 1
+  temperature: float = 1.0  # sampling temperature; the policy is trained at temperature 1
+  recorded: str = "sampled"  # behavior log-probabilities at this temperature; "raw": at 1
   learning_rate: float = 60.0  # large, since each token is a small share of the batch mean
 
 
 class Runs(NamedTuple):
   """N runs that differ in their seed; U updates each."""
 
-  metrics: dict[str, np.ndarray]  # f32[N, U] by name, before each update, on its batch
+  metrics: dict[str, np.ndarray]  # name → f32[N, U], before each update, on its batch
   kernels: np.ndarray  # f32[N, U + 1, D, V], after 0 … U updates
-  batches: tuple[tuple[int, int], ...]  # by update: batch number, version that sampled it
+  batches: tuple[tuple[int, int], ...]  # for each update, its batch and the version that sampled it
   recipe: Recipe
   seeds: tuple[int, ...]
   group_size: int
@@ -189,7 +189,7 @@ def _train_seed(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: 
       temperature=recipe.temperature, recorded=recipe.recorded,
     )  # fmt: skip
     kernel, state, metrics = _update_kernel(toy, recipe, kernels[t], state, batch)
-    # Uses the next batch's numbers; this batch's would favor the policy trained on it.
+    # Uses the next batch's random numbers, since the policy was just trained on this batch's.
     fresh = sample(toy, kernels[t], random[t + 1])
     metrics |= {"solve_rate": jnp.mean(rewards(toy, fresh)), "lag": t - version}
     return (kernels.at[t + 1].set(kernel), state), metrics
@@ -202,11 +202,11 @@ def _train_seed(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: 
 def make_batch(
   toy: Toy, kernel: Array, random: Array, *, temperature: float = 1.0, recorded: str = "sampled"
 ) -> TrainBatch:
-  """The batch that a policy samples.
+  """A batch of rollouts that a policy samples.
 
   Args:
     toy: task.
-    kernel: f32[D, V], of the policy.
+    kernel: f32[D, V], the policy's kernel.
     random: numbers f32[P, G, T], uniform on [0, 1).
     temperature, recorded: as in `Recipe`.
   """

@@ -31,7 +31,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
   Args:
     run: result of `build`.
-    packed: a batch of an update; None for a batch of the greatest lengths.
+    packed: the packed batch of an update; None for a batch of the greatest lengths.
   """
   placement, has_turns = run.placement, run.programs.engine.settings.has_replies
   return programs.program_lowerings(
@@ -67,7 +67,8 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
   """Tables of memory per chip, by title: by arithmetic, and if `compiled` also by the compiler."""
   engine, placement = run.programs.engine, run.placement
-  scores_apart = run.teachers and not run.method.compares  # else the update has its forward pass
+  # Whether teachers score in programs of their own, not within the update.
+  scores_apart = run.teachers and not run.method.compares
   tables = memory.estimated_bytes(
     run.model.config,
     placement,
@@ -163,7 +164,7 @@ def costs(
   Args:
     config: the config of the run.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
-    folder: for costs_TOPOLOGY.json and .md; None writes nothing.
+    folder: the folder of costs_TOPOLOGY.json and .md; None writes nothing.
     lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
   Returns:
     A function that returns the costs of each program that fits into memory, by name. It raises

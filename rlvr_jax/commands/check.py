@@ -57,12 +57,12 @@ from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-MAX_SKEW_S = 5.0  # between the clocks of hosts
+MAX_SKEW_S = 5.0  # the largest difference between the clocks of hosts
 _TPU_FILES = ("/dev/vfio/[0-9]*", "/dev/accel*")
 _BUSY = "find the process that uses them with sudo lsof /dev/vfio/* /dev/accel*, and end it"
 _GIB = 2**30
 T = TypeVar("T")
-_MAX_SHOWN = 300  # characters of a text's beginning, and of its end
+_MAX_SHOWN = 300  # characters that are shown of a text's beginning, and of its end
 
 
 class PreflightError(RuntimeError):
@@ -107,7 +107,7 @@ def _run_check(action: Callable[[], Finding]) -> Finding:
     return action()
   except _NotCheckedError as reason:
     return Finding(WARN, f"not checked: {reason}")
-  except Exception as error:  # of any kind, since libraries raise their own
+  except Exception as error:  # libraries raise errors of their own types
     text = " ".join(str(error).split())
     return Finding(
       FAIL, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
@@ -115,7 +115,7 @@ def _run_check(action: Callable[[], Finding]) -> Finding:
 
 
 def _format_lines(name: str, findings: Sequence[Finding]) -> Iterator[str]:
-  """One line for the most common status, as reported by its first host; one per differing host."""
+  """Yields a line for the most common status, by its first host, and a line per differing host."""
   common, _ = collections.Counter(status for status, _ in findings).most_common(1)[0]
   representative = next(i for i, (status, _) in enumerate(findings) if status == common)
   for process, (status, text) in enumerate(findings):
@@ -217,7 +217,7 @@ class Preflight:
 
   def check_workdir(self) -> Finding:
     """Every host can write, replace, sync and lock files in the workdir, and sees all files."""
-    # Whatever fails here, every process exchanges three times.
+    # Every process exchanges three times, even if something fails here.
     token = multihost.exchange(uuid.uuid4().hex)[0]
     path = self.workdir / f".check-{token}-{jax.process_index()}"
     failure = ""
@@ -248,7 +248,7 @@ class Preflight:
   # --- the run's parts ----------------------------------------------------------------------------
 
   def check_tokenizer(self) -> Finding:
-    """The tokenizer can be read, and its chat template, if it has one, is used."""
+    """The tokenizer can be read, and the configuration uses its chat template, if any."""
     self.tokenizer = make_tokenizer(
       self.config.tokenizer, self.config.prompts, self.config.model.checkpoint
     )
@@ -329,11 +329,11 @@ class Preflight:
     return Finding(OK, f"{names}: {sum(of_own) / 1e6:,.1f} M parameters beside the policy's")
 
   def check_space(self) -> Finding:
-    """The workdir's disk has space for the checkpoints that exist at the same time."""
+    """The workdir's disk has space for all checkpoints that may exist at the same time."""
     parts = _require(self.parts, "the configuration has failed")
     state = jax.tree.leaves(parts.placement.state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
-    count = self.config.checkpoint.keep + 2  # with the best one, and the one being written
+    count = self.config.checkpoint.keep + 2  # and the best, and the one that is being written
     needed = size * count
     if in_bucket(self.workdir):
       return Finding(OK, f"{needed / _GIB:.1f} GiB for {count} checkpoints, in a bucket")
@@ -394,13 +394,13 @@ class Preflight:
 
 
 def _num_devices(sizes: Mapping[str, int], available: int) -> int:
-  """Number of devices of a mesh, one of whose sizes may be -1: all remaining ones."""
+  """Number of devices of a mesh; one size may be -1, which stands for all remaining devices."""
   given = math.prod(size or 1 for size in sizes.values() if size != -1)
   return given * max(available // given, 1) if -1 in sizes.values() else given
 
 
 def _describe_prompt(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-  """A prompt with its special tokens, without its middle if it is long."""
+  """Text that shows a prompt with its special tokens, without the middle of a long prompt."""
   text = tokenizer.decode(ids, with_special=True)
   if (left_out := len(text) - 2 * _MAX_SHOWN) > 0:
     text = f"{text[:_MAX_SHOWN]} … [{left_out} characters] … {text[-_MAX_SHOWN:]}"
@@ -408,7 +408,7 @@ def _describe_prompt(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _describe_grade(pool: GraderPool, problem: Problem) -> str:
-  """What the grader says of a problem's demonstration, or of its answer."""
+  """Text on the grade of a problem's demonstration, or else of its answer."""
   text = problem.solution or problem.answer
   (grade,) = pool.grade([text], [problem.reference])
   found = f", {grade.answer!r} was extracted" if grade.answer else ""

@@ -61,7 +61,7 @@ def prepare_command(
 
   Args:
     mode: train, sample, check, eval, export, fits, costs, tune, sweep, view.
-    config: see `configs/base.py`; for view, the configuration with which the run's is compared.
+    config: see `configs/base.py`; for view, the configuration to compare with the run's.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
     topology: for fits, costs and tune, a slice such as v5e:4x4; see `programs.topology_devices`.
@@ -101,9 +101,9 @@ def prepare_command(
   if mode == "view":
     batches = DEFAULT_BATCHES if batches is None else batches
     return view(config, str(workdir), beside=beside, batches=batches, serve=serve, port=port or 0)
-  if mode != "export":  # an export can go to any file system of fsspec
+  if mode != "export":  # an export may be written to any file system of fsspec
     parse_path("--workdir", str(workdir))
-  if mode == "check":  # which reports all other errors itself
+  if mode == "check":  # this command reports all other errors itself
     return functools.partial(check, config, str(workdir))
   machines.Profile(profile, str(workdir))
   for name in tracked_by:
@@ -149,7 +149,7 @@ def _prepare_ahead_of_time(
   lengths: str,
 ) -> Callable[[], object]:
   """Prepares fits, costs or tune, which need only shapes: no data, checkpoint or chips."""
-  # Drawn once, so that impossible lengths are found before anything is built.
+  # Lengths are drawn here once, so that impossible lengths are found before anything is built.
   workload.parse_lengths(lengths, config.environment).draw(batch_shape(config), 0)
   if topology is not None:
     chips.find_chip(topology)
@@ -163,7 +163,7 @@ def _prepare_ahead_of_time(
   if mode == "costs":
     return ahead_of_time.costs(config, topology, folder, lengths=lengths)
   if folder is None:
-    raise ValueError("--mode=tune needs --workdir, a folder for what it compiles")
+    raise ValueError("--mode=tune needs --workdir, a folder for the results of its compilations")
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
   if schedule.threaded or generates_separately(config.generation_mesh):
     raise ValueError(

@@ -132,7 +132,7 @@ def _reopen_problems(workdir: Path, done: int) -> JsonLines:
 
 
 def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
-  """The records of a file of problems, up to the first one that is damaged or out of order."""
+  """Yields the records of a file of problems, up to the first damaged or misplaced record."""
   with contextlib.suppress(FileNotFoundError, DamagedFileError):
     for number, record in enumerate(read_records(path)):
       if record.get("problem") != number or not is_as_written(record):
@@ -141,7 +141,7 @@ def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _make_record(number: int, samples: list[Sample]) -> dict[str, Any]:
-  """The record of a problem in problems.jsonl; `samples` lists the fields that differ by sample."""
+  """The record of a problem in problems.jsonl; its "samples" have the fields that differ."""
   first = samples[0]
   sample_fields = ("completion", "turns", "outcome", "extracted", "reward", "tokens", "stopped")
   record = {

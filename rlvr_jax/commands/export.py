@@ -20,17 +20,16 @@ ADAPTER = "adapter"
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-  """Files of the byte tokenizer; {} for a checkpoint's, which `save_checkpoint` copies."""
+  """Files of the byte tokenizer; {} for a checkpoint's tokenizer: `save_checkpoint` copies it."""
   return tokenizer.huggingface_files() if isinstance(tokenizer, ByteTokenizer) else {}
 
 
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
-  The folder includes the tokenizer: a copy of `config.model.checkpoint`'s, or the byte
-  tokenizer. Trained adapters are merged, and also written separately, in PEFT's format, to the
-  subfolder `adapter`. Parts of the source outside its text model are left out, which a printed line
-  says.
+  The folder includes the tokenizer: a copy from `config.model.checkpoint`, or the byte tokenizer.
+  Trained adapters are merged, and also written separately, in PEFT's format, to the subfolder
+  `adapter`. Parts of the source outside its text model are left out; a printed line names them.
 
   Args:
     parts: parts of the run.

@@ -42,7 +42,7 @@ WORKDIR = "{workdir}"  # stands for the workdir of the sweep in an override
 UNFINISHED_STATUS = 3  # exit status of a sweep whose time limit ended it before its runs finished
 _STOPPED_STATUS = 143  # exit status of a run that ended because shutdown was requested
 _GRACE_S = 300.0  # seconds for a run to save and end
-_TAIL_LINES = 12  # of a failed run's output, to be shown
+_TAIL_LINES = 12  # lines that are shown of a failed run's output
 
 
 class SweepError(RuntimeError):
@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
   label: str  # shared by runs that differ only by seed
   seed: int
-  flags: tuple[str, ...]  # of rlvr_jax.main, without --workdir
+  flags: tuple[str, ...]  # flags of rlvr_jax.main, without --workdir
 
   @property
   def name(self) -> str:
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 
   def command(self, workdir: pathlib.Path) -> str:
-    """The command line that repeats the run; `workdir` is the sweep's."""
+    """The command line that repeats the run; `workdir` is the workdir of the sweep."""
     program = ("python", "-m", "rlvr_jax.main", *self.flags, f"--workdir={workdir / self.name}")
     return shlex.join(program)
 
@@ -117,10 +117,10 @@ def read_runs(
 
 
 def _check_labels(owner: str, runs: Sequence[Run]) -> None:
-  """Checks that runs of one label differ only by the seed, and by folders that may belong to it.
+  """Checks that runs of one label differ only by the seed and by folders that depend on the seed.
 
   Raises:
-    ValueError: runs of one label differ by more than that.
+    ValueError: runs of one label differ by other fields.
   """
   first: dict[str, Run] = {}
   for run in runs:
@@ -145,7 +145,7 @@ def _load_entries(path: str) -> list[Mapping[str, Any]]:
   try:
     spec.loader.exec_module(module)
     entries = module.get_sweep()
-  except Exception as error:  # of any kind, since the file is the user's
+  except Exception as error:  # the user's file may raise any error
     raise ValueError(f"--sweep={path}: {type(error).__name__}: {error}") from error
   are_dicts = isinstance(entries, list) and all(isinstance(fields, Mapping) for fields in entries)
   if not are_dicts or not entries:
@@ -164,7 +164,7 @@ def _make_run(
   workdir: str,
   trusting: bool,
 ) -> Run:
-  """A run from its entry in the sweep's file; arguments as of `read_runs`."""
+  """A run from its entry in the sweep's file; for arguments see `read_runs`."""
   fields = {name: value for name, value in entry.items() if name not in ("config", "label")}
   recipe = entry.get("config", recipe)
   if nested := [path for path, value in fields.items() if isinstance(value, Mapping)]:
@@ -217,16 +217,16 @@ def sweep(
     status = _format_status(results, len(runs) - len(results))
     say(f"sweep of {len(runs)} runs in {folder.path}: {status}")
     stack.enter_context(process.handle_shutdown_signals(lambda: None))
-    sitting = _Sitting(minutes)
+    sweep_limit = _SweepLimit(minutes)
     failures = []
     for number, run in enumerate(runs):
       if run.name in finished:
         continue
-      if sitting.is_over():
-        raise sitting.error(run)
+      if sweep_limit.is_over():
+        raise sweep_limit.error(run)
       title = f"run {number + 1} of {len(runs)}, {run.label}, seed {run.seed}"
       say(f"{title}: started, its output is in {folder.path / run.name / LOG_FILE}")
-      if failure := _execute(run, number, folder, more, sitting):
+      if failure := _execute(run, number, folder, more, sweep_limit):
         failures.append(failure)
         warn(f"{title}: {failure.partition(';')[0]}")
       else:
@@ -261,26 +261,26 @@ def _format_status(results: Sequence[Mapping[str, Any]], left: int) -> str:
 
 
 def _format_accuracy(result: Mapping[str, Any]) -> str:
-  """The last held-out accuracy of a run, such as "held-out pass@1 0.431"; "" without any."""
+  """The last held-out accuracy of a run, such as "held-out pass@1 0.431"; "" if it has none."""
   for name, values in result["evaluations"].items():
     if re.fullmatch(r"eval/pass@\d+", name):
       return f"held-out {name.removeprefix('eval/')} {values[-1]:.3f}"
   return ""
 
 
-class _Sitting:
-  """How long a sweep goes on: until shutdown is requested, or its time is over."""
+class _SweepLimit:
+  """Ends a sweep early: when shutdown is requested, or at its time limit."""
 
   def __init__(self, minutes: float | None):
     self._minutes = math.inf if minutes is None else minutes
     self._deadline = time.monotonic() + 60 * self._minutes
 
   def is_over(self) -> bool:
-    """Whether the current run is to save and end, and no other to begin."""
+    """Whether the current run is to save and end, and no other run to begin."""
     return process.shutdown_requested() or time.monotonic() >= self._deadline
 
   def error(self, run: Run) -> process.EndRequestedError:
-    """Says why a sweep ends before a run has finished; returns the error that ends it."""
+    """The error that ends the sweep before a run has finished; prints why the sweep ends."""
     requested = process.shutdown_requested()
     why = "shutdown requested" if requested else f"{self._minutes:g} minutes are over"
     message = f"{why} before {run.name} finished"
@@ -312,22 +312,24 @@ def _read_result(run: Run, folder: Workdir) -> dict[str, Any]:
   return json.loads((folder.path / run.name / RESULT_FILE).read_text(encoding="utf-8"))
 
 
-def _execute(run: Run, number: int, folder: Workdir, more: Sequence[str], sitting: _Sitting) -> str:
+def _execute(
+  run: Run, number: int, folder: Workdir, more: Sequence[str], sweep_limit: _SweepLimit
+) -> str:
   """Executes a run and writes its result; returns a message if it failed, else ""."""
   home = folder.local / run.name
   home.mkdir(exist_ok=True)
   start = time.perf_counter()
   log_size = (home / LOG_FILE).stat().st_size if (home / LOG_FILE).exists() else 0
   try:
-    status = _run_process(run, folder, more, sitting)
+    status = _run_process(run, folder, more, sweep_limit)
   except WorkdirError as error:
     return f"{run.name} failed: {error}"
   if status == 0:
     _write_result(run, number, folder, seconds=time.perf_counter() - start)
     return ""
-  if sitting.is_over():
+  if sweep_limit.is_over():
     folder.publish()
-    raise sitting.error(run)
+    raise sweep_limit.error(run)
   how = f"exit status {status}" if status > 0 else f"signal {-status}"
   with open(home / LOG_FILE, encoding="utf-8", errors="replace") as log:
     log.seek(log_size)
@@ -336,7 +338,7 @@ def _execute(run: Run, number: int, folder: Workdir, more: Sequence[str], sittin
   return f"{run.name} failed with {how}; {folder.path / run.name / LOG_FILE} ends with\n{tail}"
 
 
-def _run_process(run: Run, folder: Workdir, more: Sequence[str], sitting: _Sitting) -> int:
+def _run_process(run: Run, folder: Workdir, more: Sequence[str], sweep_limit: _SweepLimit) -> int:
   """Starts the process of a run and waits for its end; returns its exit status.
 
   A process that makes no progress ends by itself, see `process.deadline`.
@@ -351,7 +353,7 @@ def _run_process(run: Run, folder: Workdir, more: Sequence[str], sitting: _Sitti
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
   terminated_at = 0.0
   while (status := child.poll()) is None:
-    if sitting.is_over() and not terminated_at:
+    if sweep_limit.is_over() and not terminated_at:
       terminated_at = time.monotonic()
       child.terminate()
     if terminated_at and time.monotonic() - terminated_at > _GRACE_S:
@@ -362,7 +364,7 @@ def _run_process(run: Run, folder: Workdir, more: Sequence[str], sitting: _Sitti
 
 
 def _wait_until_free(workdir: pathlib.Path) -> None:
-  """Waits until no process uses a run's workdir: one of a killed sweep may still be saving."""
+  """Waits until no process uses a run's workdir: the process of a killed sweep may still save."""
   deadline = time.monotonic() + _GRACE_S
   while True:
     try:

@@ -60,21 +60,22 @@ COMPILER_OPTIONS = {  # name → `config.compiler_options.training`
   "fused gathers": f"{_GATHERS} xla_enable_async_all_gather=true {_FUSION}=true"
   f" {_FUSION}_fuse_all_gather=true {_FUSION}_multiple_steps=true",
 }
-_USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not count
-_ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
-_ROWS = (1, 2, 4)  # of a micro-batch on a device
+_USABLE = 0.92  # usable share of a chip's memory; the compiler does not count the rest
+_ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # row lengths, as multiples of the shortest allowed row
+_ROWS = (1, 2, 4)  # numbers of rows of a micro-batch on a device
 _DRAWS = 3  # batches that an estimate packs
-_MAX_MESHES = 5  # that are compiled for updates
-_MAX_ROWS = 2  # other rows and micro-batches, for the fastest of these
-_COMPILE_S = 240  # for a program of 7B on two cores
+_MAX_MESHES = 5  # meshes for which updates are compiled
+_MAX_ROWS = 2  # other rows and micro-batches that are compiled for the fastest mesh
+_COMPILE_S = 240  # seconds to compile a program of a 7B network on two cores
 _GIB = 2**30
 
-_TRUST = """Seconds go from the largest of three times, if computation, HBM and links overlap, to
-their sum, if they do not. Computation is the compiler's cycles, and what the kernels other than
-XLA's need by the published peaks. For GPUs, for which no compiler estimates cycles, it is what the
-FLOPs of products need by the published peaks. Generation is by arithmetic: weights and caches that
-a step reads. Waits for graders and environments, checkpoints, the scores of a reference policy,
-further draws of dynamic sampling and the time of the host are left out."""
+_TRUST = """Seconds are a range. Its lower end is the largest of three times, for computation, HBM
+and links, as if they overlapped; its upper end is their sum. Computation takes the compiler's
+cycles, and for kernels other than XLA's the time at the published peaks. On GPUs, for which no
+compiler estimates cycles, it takes the time of the products' FLOPs at the published peaks.
+Generation is estimated from the weights and caches that each step reads. Waits for graders and
+environments, checkpoints, the scores of a reference policy, further draws of dynamic sampling and
+the time of the host are left out."""
 
 
 class Seconds(NamedTuple):
@@ -89,15 +90,15 @@ class Candidate(NamedTuple):
 
   overrides: Overrides
   seconds: Seconds
-  gib: float  # of a chip's memory, without the compiler's buffers
+  gib: float  # GiB of a chip's memory, without the compiler's buffers
 
 
 class Measured(NamedTuple):
   """Settings of a program, with the costs of the compiled program."""
 
   overrides: Overrides
-  seconds: Seconds  # of an update, or of the generation of a refresh
-  gib: float  # of a chip's memory
+  seconds: Seconds  # seconds of an update, or of the generation of a refresh
+  gib: float  # GiB of a chip's memory
   cost: Cost
 
 
@@ -105,9 +106,9 @@ class Target(NamedTuple):
   """The recipe and the slice of a search."""
 
   config: ml_collections.ConfigDict
-  topology: str  # of the slice
+  topology: str  # kind and shape of the slice
   lengths: str  # component of `costs.workload`
-  folder: pathlib.Path  # for costs of compiled programs
+  folder: pathlib.Path  # folder that keeps the costs of compiled programs
 
   @property
   def chip(self) -> Chip:
@@ -148,7 +149,7 @@ def tune(
     config: the recipe.
     topology: the slice, such as "v5p:2x2x4".
     workdir: folder for tune_TOPOLOGY.json and .md.
-    lengths: component of `costs.workload`, of prompts and responses.
+    lengths: component of `costs.workload`: lengths of prompts and responses.
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
@@ -157,8 +158,8 @@ def tune(
   options = compiler_options(topology)
   count = _MAX_MESHES + len(options) - 1 + _MAX_ROWS + 1
   say(
-    f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
-    " cores; the same command continues a search that was stopped"
+    f"compiles about {count} programs for {topology}; with 7B parameters and two cores that takes"
+    f" {duration(count * _COMPILE_S)}; the same command continues a search that was stopped"
   )
   target = Target(config, topology, lengths, workdir / "compiled")
   target.folder.mkdir(parents=True, exist_ok=True)
@@ -242,9 +243,10 @@ def update_candidates(
   """Settings of the update, fastest first by estimate; some do not fit into the memory.
 
   Args:
-    config, network, shape, placement: those of the unchanged recipe, on the devices of the slice.
+    config, network, shape, placement: configuration, network, shape and placement of the unchanged
+      recipe, on the devices of the slice.
     lengths: the lengths of prompts and responses.
-    chip: its peaks.
+    chip: the chip, with its peaks.
   """
   found = []
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
@@ -262,14 +264,14 @@ def update_candidates(
           "model.overrides.remat": remat,
         }
         found.append(Candidate(overrides, seconds, sum(table.values()) / _GIB))
-  # By the middle of the seconds, on a scale of one per cent; then by memory.
+  # Sorted by the middle of the seconds, rounded to one per cent, then by memory.
   return sorted(found, key=lambda c: (round(math.log(sum(c.seconds) / 2), 2), c.gib))
 
 
 def _meshes(
   config: ml_collections.ConfigDict, network: TransformerConfig, placement: Placement
 ) -> Iterator[Mesh]:
-  """All meshes that split batches evenly, no key/value head, and lie along the slice's axes."""
+  """Yields meshes that fit the slice's axes, split batches evenly, and split no key/value head."""
   devices = list(placement.mesh.devices.flat)
   for tensor in _divisors(math.gcd(len(devices), network.split_heads)):
     for data in _divisors(len(devices) // tensor):
@@ -285,13 +287,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _place(tree: Any, mesh: Mesh) -> Any:
-  """Shapes with shardings on another mesh."""
+  """The shapes of a tree, with shardings on another mesh."""
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
   return sharding.add_shardings(shapes, mesh)
 
 
 def _layouts(kind: str, shape: BatchShape, mesh: Mesh) -> list[tuple[Overrides, RowLayout]]:
-  """Lengths and numbers of rows with a row for every device; with fields that ask for them."""
+  """(configuration fields, row layout) of each length and number of rows that suits the mesh."""
   least = least_row_length(kind, shape)
   lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
   layouts: list[tuple[Overrides, RowLayout]] = []
@@ -318,7 +320,7 @@ def _update_seconds(
   layout: RowLayout,
   chip: Chip,
 ) -> Seconds:
-  """Seconds of an update by its FLOPs, padding and recomputation included, and by its links."""
+  """Seconds of an update, from its FLOPs, padding and recomputation included, and its traffic."""
   data, fsdp, tensor = mesh.shape.values()
   adapters = placement.state.params if placement.frozen else None
   flops = 0.0
@@ -334,11 +336,11 @@ def _update_seconds(
     for tree in (placement.base, placement.state.params)
   )
   itemsize = np.dtype(network.compute_dtype).itemsize
-  # Weights are gathered twice, gradients are reduced once, in float32.
+  # Weights are gathered twice; gradients are reduced once, in float32.
   of_weights = (2 * itemsize * count + 4 * trained) / tensor * (1 - 1 / fsdp)
   of_gradients = 2 * 4 * trained / (fsdp * tensor) * (1 - 1 / data)
   passes = 3 if network.remat == "full" else 2
-  tokens = layout.device_places  # of a micro-batch on a device
+  tokens = layout.device_places  # places of a micro-batch on a device
   of_tokens = passes * 4 * network.num_layers * tokens * network.width * itemsize * (1 - 1 / tensor)
   micro_batches = float(np.mean([packing.micro_batches for packing in packings]))
   received = micro_batches * (of_weights + of_tokens) + of_gradients
@@ -349,7 +351,7 @@ def _update_seconds(
 def _compile_updates(
   target: Target, candidates: Sequence[Candidate], options: Sequence[str]
 ) -> list[Measured]:
-  """The best of each mesh, by estimate; then the fastest of these with other options and rows.
+  """Compiles the best setting of each mesh, then the fastest with other options and other rows.
 
   Args:
     target: the target of the search.
@@ -420,10 +422,10 @@ def generation_candidates(
   Args:
     network: the network of the policy.
     batches: lengths of all batches of a refresh.
-    prompts: the prompts of a batch, from each source.
+    prompts: number of prompts of a batch, by source.
     placement: the placement with the chosen mesh of updates.
     settings: the settings of the engine.
-    chip: its peaks.
+    chip: the chip, with its peaks.
   """
   mesh = placement.mesh
   resident = sum(memory.trained_bytes(placement.state, placement.frozen).values())
@@ -458,10 +460,10 @@ def generation_seconds(
   slots: int,
   chip: Chip,
 ) -> Seconds:
-  """Seconds of sampling all responses of a refresh, its weights and its prompts included.
+  """Seconds of sampling all responses of a refresh, with its weight sync and its prefills.
 
-  Every step computes all slots, idle slots included. It reads the weights and caches of mean
-  length, and reads and writes the states of gated DeltaNets. The time of the host and of
+  Every step computes all slots, idle slots included. A step reads the weights, and caches of mean
+  length; it reads and writes the states of gated DeltaNets. The time of the host and of
   environments is not counted.
 
   Args:
@@ -472,23 +474,23 @@ def generation_seconds(
   """
   tensor, devices = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
   on_device = -(-slots // devices)
-  ends = [0] * slots  # steps after which each slot is free
-  read = prefilled = 0.0  # tokens in all steps; FLOPs of caches
+  ends = [0] * slots  # the step after which each slot is free
+  read = prefilled = 0.0  # cached tokens read in all steps; FLOPs of prefills
   for batch in batches:
     for tokens in batch.sampled.ravel():
       heapq.heapreplace(ends, ends[0] + int(tokens))
     read += float(np.sum(batch.sampled * (batch.prompts[:, None] + batch.responses / 2)))
     contexts = batch.prompts[:, None, None] + np.cumsum(batch.turns, axis=-1)[..., 1::2]
-    rebuilt = contexts[batch.turns[..., 1::2] > 0]  # the cache is computed anew after a reply
+    rebuilt = contexts[batch.turns[..., 1::2] > 0]  # the cache is computed again after a reply
     caches = np.concatenate([batch.prompts, rebuilt])
     prefilled += forward_flops(network, caches, np.zeros((len(caches), 1), np.int64))
   steps = max(ends)
   tokens = on_device * settings.shape.tokens
-  if settings.cache == "pages":  # whose kernel reads what each slot has
+  if settings.cache == "pages":  # the kernel reads only the cached tokens of each slot
     tokens = read / steps / devices
-  unread = () if network.tied_head else ("embedding",)  # otherwise the head reads it
+  unread = () if network.tied_head else ("embedding",)  # a tied head reads the embedding
   weights = {name: leaf for name, leaf in base.items() if name not in unread}
-  # Per layer, sums of activations over `tensor` after attention and after the MLP.
+  # Bytes of activations that are summed over `tensor`, after attention and MLP of each layer.
   summed = 4 * network.num_layers * network.width * np.dtype(network.compute_dtype).itemsize
   needed = (
     on_device * forward_flops(network, [1], [[1]]) / tensor / chip.flops,
@@ -513,10 +515,10 @@ def _compile_generation(
   Args:
     target: the target of the search.
     update: the settings of updates that were chosen.
-    candidates: fastest first.
+    candidates: candidates for generation, fastest first.
     resident: GiB of the optimizer's state, which stays in memory meanwhile.
   Raises:
-    CostsError: none fits.
+    CostsError: no candidate fits.
   """
   for candidate in candidates:
     if target.fits(candidate.gib):
@@ -552,7 +554,7 @@ def _gib(cost: Cost) -> float:
 
 
 def _table(measured: Sequence[Measured]) -> str:
-  """What compiled programs cost, a row for each."""
+  """A table of the costs of compiled programs, with a row for each."""
   rows = {
     _describe(overrides): [
       f"{seconds.overlapped:.3g} to {seconds.in_turn:.3g}",

@@ -41,14 +41,14 @@ def view(
   Raises:
     ValueError: a folder has no run or lacks the batches, or the port cannot be used.
   """
-  jax.config.update("jax_platforms", "cpu")  # the run may have the other devices
+  jax.config.update("jax_platforms", "cpu")  # the run may use the other devices
   runs = [read.open_run(workdir)]
   runs += [read.open_run(beside, "--beside")] if beside else []
   recipe = json.loads(base.to_json_best_effort())
   if serve:
     return functools.partial(_serve, _open_server(runs, recipe, port), runs)
   numbers = [read.stored_numbers(run.folder) for run in runs]
-  if batches == read.DEFAULT_BATCHES:  # so that those of two runs are pairs
+  if batches == read.DEFAULT_BATCHES:  # two runs show the same batches if possible
     shared = sorted(set.intersection(*map(set, numbers)))
     numbers = [shared or of_run for of_run in numbers]
   measured = set[int]().union(*map(read.measured_updates, runs))
@@ -77,8 +77,8 @@ def _open_server(runs: Sequence[read.Run], base: JsonObject, port: int) -> write
     return write.Server(runs, base, port)
   except OSError as error:
     raise ValueError(
-      f"--port={port} of {write.HOST} cannot be used: {error.strerror}; choose another, or leave it"
-      " out for any free one"
+      f"--port={port} of {write.HOST} cannot be used: {error.strerror}; choose another port, or"
+      " leave --port out for any free port"
     ) from error
 
 

@@ -15,7 +15,7 @@ from rlvr_jax.ops.masked import for_tokens, mean_metric, upcast
 from rlvr_jax.ops.ratios import effective_sample_size, log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
-# Bound on |log κ| of a token and of a response, nats, as verl has it: e²⁰ is finite in float32.
+# The bound on |log κ| of a token and of a response, nats, as in verl; e²⁰ is finite in float32.
 LOG_BOUND = 20.0
 
 
@@ -35,12 +35,14 @@ class Correction(NamedTuple):
   is the policy when the batch is first trained on. With two policies, κ = π/β.
 
   Attributes:
-    apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]: the factor
-      of a token's loss, whether the token stays in the loss (the constant True keeps all tokens),
-      and whether a bound has changed the token's weight. None: no correction.
-    statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if it
+    apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]. `weights`
+      are factors of a token's loss. `kept` says whether the token stays in the loss; the constant
+      True keeps all tokens. `capped` says whether a bound has changed the weight. None: no
+      correction.
+    statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if `apply`
       needs none.
-    weighs: whether weights may differ from 1; a loss whose ratio is already to β needs no weights.
+    weighs: whether weights may differ from 1. A loss whose ratio has β in its denominator already
+      needs no weights.
     policies: the number of policies, 3 or 2, see above.
   """
 
@@ -81,7 +83,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     )
 
   def of_old_policy(batch: TrainBatch) -> TrainBatch:
-    """The batch whose ratios are to π_prox."""
+    """The batch with π_prox as the policy in the denominator of all ratios."""
     if not three:
       return batch
     return dataclasses.replace(batch, behavior_logprobs=proximal_logprobs("correction", batch))
@@ -130,7 +132,10 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
 def _correction_metrics(
   weights: Array, kept: Array | bool, capped: Array, seen: Mismatch
 ) -> Metrics:
-  """Shares of loss tokens dropped, by the sign of A, and capped; mean and ESS of the weights."""
+  """Metrics: shares of dropped tokens, also by the sign of A, and of capped tokens; weights.
+
+  Of the weights, the mean and the effective sample size are reported.
+  """
   kept_mask = jnp.where(kept, seen.mask, 0)
   dropped = False if kept is True else jnp.logical_not(kept)
   return {

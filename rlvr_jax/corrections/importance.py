@@ -44,7 +44,7 @@ def importance(
   veto: float = 0.0,
   policies: int = 3,
 ) -> Correction:
-  """The loss of a token times its weight w, or 0 if a rule rejects it.
+  """Multiplies the loss of a token by its weight w, or by 0 if a rule rejects the token.
 
   u is log κ of a token (level "token"), its sum over the response ("sequence"), or its mean
   ("geometric"). The weight w is min(eᵘ, high) for "truncate", clip(eᵘ, low, high) for "clip", and
@@ -56,9 +56,10 @@ def importance(
     low, high: inclusive bounds of eᵘ, 0 ≤ low < high; "truncate" reads only `high`.
     batch_normalize: whether weights are divided by their mean over the batch: the mean over loss
       tokens at level "token", over responses at the other levels.
-    reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all of
-      them. A statistic is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1" of
-      each token, or as "sum_…", "mean_…", "max_…" over the response. A rule for k1 states bounds of
+    reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all
+      rules. A statistic is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1"
+      of each token, or as "sum_…", "mean_…", "max_…" over the response. A rule for k1 states bounds
+      of
       κ: exp(−statistic) must lie between low and high. A rule for k2 or k3 states an upper bound of
       the statistic.
     veto: a response that has a token with κ < veto is dropped; 0 drops no response.
@@ -78,7 +79,8 @@ def importance(
   check_choice("importance", "policies", policies, (2, 3))
   if not isinstance(reject, (tuple, list)):
     raise ValueError(
-      f"importance: reject = {reject!r} is no list of rules; write ((statistic, high),) for one"
+      f"importance: reject = {reject!r} is not a tuple of rules; for one rule write"
+      " ((statistic, high),)"
     )
   for rule in reject:
     _check_rule(rule)
@@ -94,7 +96,7 @@ def importance(
     )
 
   def weights_of(seen: Mismatch) -> tuple[Array, Array | bool, Array]:
-    """(weights, kept, capped) before normalization and rejection, see `Correction`."""
+    """The weights, before normalization and rejection, with kept and capped, see `Correction`."""
     if level == "none":
       one = jnp.ones_like(seen.log_weights)
       return one, True, one < 0
@@ -143,7 +145,7 @@ def importance(
 def _passes(rule: Rule, seen: Mismatch) -> Array:
   """Whether a rule keeps each token or response, bool[P, G, T] or bool[P, G, 1]."""
   over, divergence = rule[0].split("_")
-  # Only the difference log κ of the two log-probabilities counts, so the sampler's may be 0.
+  # Only log κ, the difference of two log-probabilities, counts, so the second may be 0.
   of_tokens = _DIVERGENCES[divergence](
     jnp.zeros_like(seen.log_weights), seen.log_weights, seen.mask
   )
@@ -155,11 +157,11 @@ def _passes(rule: Rule, seen: Mismatch) -> Array:
 
 
 def _refuse_unread(reason: str, fields: Mapping[str, object]) -> None:
-  """Raises ValueError if an option of `importance` that is not read has another value than unset.
+  """Raises ValueError if an option of `importance` that has no effect is set.
 
   Args:
-    reason: the option for which these are not read.
-    fields: the options that are not read, by name.
+    reason: the option because of which `fields` have no effect.
+    fields: name → value of the options that have no effect.
   """
   for name, value in fields.items():
     if value != inspect.signature(importance).parameters[name].default:
@@ -169,7 +171,7 @@ def _refuse_unread(reason: str, fields: Mapping[str, object]) -> None:
 
 
 def _check_rule(rule: Rule) -> None:
-  """Raises ValueError unless this is a rule of `importance`."""
+  """Raises ValueError unless `rule` is a valid rule of `importance`."""
   names = [f"{over}_{divergence}" for over in _OVER for divergence in _DIVERGENCES]
   name = rule[0] if isinstance(rule, tuple) and rule else None
   if name not in names:
@@ -196,7 +198,7 @@ _TRUNCATION = 2.0
 def _rejection(
   owner: str, rule: Rule, *, weight: str, truncation: float, policies: int = 3
 ) -> Correction:
-  """A correction that rejects by one rule; tokens that pass have a truncated weight, or none."""
+  """A correction that rejects by one rule, and weights other tokens by min(κ, truncation) or 1."""
   check_choice(owner, "weight", weight, _WEIGHTS)
   check_between(owner, "truncation", truncation, low=0.0, open_low=True)
   if weight == "none" and truncation != _TRUNCATION:
@@ -251,7 +253,7 @@ def sequence_rejection(
 
   Args:
     low, high: bounds of Π κ, 0 ≤ low < high.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
   Source: verl 0.9.1, `decoupled_seq_is_rs`.
   """
@@ -272,7 +274,7 @@ def geometric_rejection(
   Args:
     low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl states bounds of 1/κ, 0.999 and
       1.001.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
@@ -290,7 +292,7 @@ def k3_rejection(
 
   Args:
     high: above 0.
-    weight: "none", "token" or "sequence": the level of min(κ, truncation).
+    weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
   Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.

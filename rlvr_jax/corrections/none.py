@@ -6,5 +6,5 @@ from rlvr_jax.corrections.base import Correction
 
 
 def none() -> Correction:
-  """Leaves the loss as it is."""
+  """Makes no correction: the loss is unchanged."""
   return Correction(apply=None, weighs=False)

@@ -13,9 +13,9 @@ from rlvr_jax.types import Array
 def tv_mask(*, delta: float = 0.2, cap: float = 2.0, ratio: str = "sampler") -> Correction:
   """Drops tokens with A·log κ > 0 in responses with mean_t|κ − 1| > δ.
 
-  In such responses, which are far from the sampler, an update would move these tokens further away.
-  The loss of the other tokens is multiplied by min(κ, cap). The mean is twice the total variation.
-  The paper's loss is `ppo_clip` with ε_low = 0.2 and ε_high = 0.272.
+  In such responses the policy is far from the sampler, and an update would move the dropped tokens
+  further away. The loss of the other tokens is multiplied by min(κ, cap). The mean over tokens is
+  twice the total variation. The paper's loss is `ppo_clip` with ε_low = 0.2 and ε_high = 0.272.
 
   Args:
     delta: δ > 0. **open**: no source has a value.

@@ -10,15 +10,15 @@ from rlvr_jax.costs.gpus import GPUS
 class Chip(NamedTuple):
   """Published peaks of one jax device, which is a chip or a core of a chip."""
 
-  flops: float  # bfloat16 matrix multiplication, per second
-  hbm_bytes_per_s: float  # reads and writes together
-  interconnect_bytes_per_s: float  # received from other chips, over all links together
+  flops: float  # FLOPs of bfloat16 matrix products per second
+  hbm_bytes_per_s: float  # bytes read and written
+  interconnect_bytes_per_s: float  # bytes received from other chips, over all links together
   hbm_gib: float  # memory that XLA may use
-  flops_per_cycle: float | None  # bfloat16 matrix multiplication; None: no cycles are estimated
+  flops_per_cycle: float | None  # in bfloat16 matrix products; None: no cycles are estimated
 
   @property
   def cycles_per_s(self) -> float | None:
-    """Cycles per second, which convert the compiler's estimates; None if it makes no estimates."""
+    """Cycles per second, to convert the compiler's estimates; None if it makes no estimates."""
     return None if self.flops_per_cycle is None else self.flops / self.flops_per_cycle
 
 
@@ -33,20 +33,21 @@ def _halve(chip: Chip) -> Chip:
   )
 
 
-# Peaks of one device, by the first part of a topology's name.
-# Source: Google Cloud's TPU documentation of each version (docs.cloud.google.com/tpu/docs/v5p and
-# so on), read in November 2026. It gives the interconnect bandwidth of both directions together,
-# 1200 GB/s for a v5p; half of it is received. A v4 has 6 links of 50 GB/s each way: "TPU v4: An
-# Optically Reconfigurable Supercomputer", arXiv 2304.01433. A v5e has 16 GiB; according to libtpu a
-# program may use 15.75. FLOPs per cycle are the power of two above what libtpu 0.0.42.1 estimates
-# for a product of two matrices of 16384²: 0.94, 0.92, 0.94, 0.78 and 0.85 of these, in their order.
+# Peaks of one device, by the first part of a topology's name. Source: Google Cloud's TPU
+# documentation of each version (docs.cloud.google.com/tpu/docs/v5p and so on), read in November
+# 2026. It gives the interconnect bandwidth of both directions together, 1200 GB/s for a v5p, of
+# which one direction is half. A v4 has 6 links of 50 GB/s each way: "TPU v4: An Optically
+# Reconfigurable Supercomputer", arXiv 2304.01433. A v5e has 16 GiB; according to libtpu a program
+# may use 15.75. FLOPs per cycle are the next power of two above libtpu 0.0.42.1's estimate for a
+# product of two matrices of 16384². In the order below, the estimates are 0.94, 0.92, 0.94, 0.78
+# and 0.85 of these powers.
 CHIPS = {
   "v4": _halve(Chip(275e12, 1200e9, 300e9, 32, 2**18)),
   "v5e": Chip(197e12, 819e9, 200e9, 15.75, 2**17),
   "v5p": Chip(459e12, 2765e9, 600e9, 95, 2**18),
   "v6e": Chip(918e12, 1638e9, 400e9, 32, 2**19),
   "tpu7x": _halve(Chip(2307e12, 7380e9, 600e9, 192, 2**20)),
-  # GPUs, each a device. By default jax takes three quarters of a GPU's memory.
+  # Each GPU is a device. By default jax takes three quarters of a GPU's memory.
   **{
     name: Chip(gpu.flops, gpu.memory_bytes_per_s, gpu.link_bytes_per_s, 0.75 * gpu.memory_gib, None)
     for name, gpu in GPUS.items()

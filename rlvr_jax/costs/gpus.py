@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """Figures of a device that XLA needs: published figures, and CUDA's tables by capability."""
+  """The figures of a GPU that XLA needs: published figures, and CUDA's tables by capability."""
 
   name: str
   capability: tuple[int, int]
@@ -25,20 +25,20 @@ class Gpu(NamedTuple):
   clock_ghz: float
   memory_bytes: int
   memory_bytes_per_s: int
-  link_bytes_per_s: float  # received over NVLink
-  flops: float  # dense products in bfloat16, per second
+  link_bytes_per_s: float  # bytes received over NVLink per second
+  flops: float  # FLOPs of dense bfloat16 products per second
   l2_bytes: int
-  shared_bytes: int  # of a multiprocessor
+  shared_bytes: int  # shared memory of a multiprocessor
 
   @property
   def memory_gib(self) -> float:
     return self.memory_bytes / 2**30
 
 
-# H100: of a machine that had one. The others, all links and all FLOPs: NVIDIA's data sheets of the
-# A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (half of NVLink's bandwidth of both directions),
-# and the tables of technical specifications by compute capability in the CUDA C++ programming
-# guide, read in November 2026.
+# The figures of the H100 were read from one, except its link and FLOPs. The others are from
+# NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (half of NVLink's
+# bandwidth of both directions), and from the tables of technical specifications by compute
+# capability in the CUDA C++ programming guide, read in November 2026.
 _H100 = Gpu(
   name="NVIDIA H100 80GB HBM3",
   capability=(9, 0),
@@ -117,7 +117,7 @@ def gpu_devices(topology: str) -> list[Any]:
 
 
 def _describe(gpu: Gpu) -> str:
-  """A description in XLA's text format."""
+  """The description of a GPU in XLA's text format."""
   major, minor = gpu.capability
   return f"""
 gpu_device_info {{

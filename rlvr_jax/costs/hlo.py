@@ -1,10 +1,10 @@
 """Counts the work of a compiled program on every device, from the compiler's text.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of the optimized program, of one device, from its entry. The body of a loop counts as often
-as the loop runs, by the compiler's number or else by the caller's. Without a number the body counts
-once, and the report lists the loop. A conditional counts as its most expensive branch: the branch
-with the most FLOPs, then the most bytes.
+the text of one device's optimized program from its entry. The body of a loop counts as often as the
+loop runs, which the compiler or else the caller states. Without this number the body counts once,
+and the report lists the loop. A conditional counts as its most expensive branch: the branch with
+the most FLOPs, then the most bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
-# Instructions that move no data, or whose transfer counts at the instruction that starts it.
+# Instructions that move no data, or end a transfer that counts at its start.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
@@ -40,8 +40,8 @@ _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMD
 _ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # ignored in the search for slices
 _SAME_MEMORY = "output_to_operand_aliasing={{}: (0, {})}"  # a fusion that names other tiles
-# Compilers write a product with a single vector as a sum of elementwise products, which keeps its
-# name. So do sums of a product's parts, whose FLOPs count already.
+# Compilers write a matrix-vector product as a sum of elementwise products, and keep the product's
+# name. Sums of a product's parts have this name too, but their FLOPs are already counted.
 _SPLIT = "reduce_sub_computation"
 _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
 
@@ -53,37 +53,36 @@ class CostsError(ValueError):
 class Item(NamedTuple):
   """One instruction; bytes and operations are sums over all its runs."""
 
-  part: str  # the innermost of the given scopes, or `OTHER`
-  opcode: str  # one of COLLECTIVES for a collective; OPEN_LOOP for a loop of unknown length
+  part: str  # the part of the program, by the innermost of the given scopes, or `OTHER`
+  opcode: str  # XLA's opcode; or one of COLLECTIVES; or OPEN_LOOP for a loop of unknown length
   name: str
   times: int  # number of runs
-  flops: float  # of matrix products, 2·M·N·K each
-  hbm_bytes: float  # read and written outside of the chip's fast memory
-  received_bytes: float  # of a collective: received by each device from other devices
-  dtype: str  # of the result
+  flops: float  # FLOPs of matrix products, 2·M·N·K each
+  hbm_bytes: float  # bytes read and written outside of the chip's fast memory
+  received_bytes: float  # bytes that a collective brings to each device from other devices
+  dtype: str  # dtype of the result
   cycles: float  # the compiler's estimate
-  target: str  # of a custom call
+  target: str  # the target of a custom call, else ""
   op_name: str  # named scopes and operation
-  shapes: tuple[str, ...]  # of the operands
+  shapes: tuple[str, ...]  # shapes of the operands
 
 
 class LoopLength(NamedTuple):
   """The largest number of iterations of a loop."""
 
-  at_most: int | None  # None: it depends on the data
-  is_fixed: bool  # whether it never ends earlier, so that the host need not ask
+  at_most: int | None  # None: the number depends on the data
+  is_fixed: bool  # whether the number is always the same, so that the host need not ask the device
 
 
 def walk(
   text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
 ) -> list[Item]:
-  """Every instruction of a program that costs something, and every loop of unknown length.
+  """The instructions of a program that cost something, and its loops of unknown length.
 
   Args:
     text: optimized HLO of one device.
     parts: part of the program → pattern of a `jax.named_scope` or of a parameter's name.
-    lengths: iterations of loops whose length the compiler does not state, by a pattern of their
-      op_name.
+    lengths: pattern of a loop's op_name → its iterations, if the compiler does not state them.
   Raises:
     CostsError: the text is not a program, or has an unknown form.
   """
@@ -106,7 +105,7 @@ def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[Loop
 
 @contextlib.contextmanager
 def _of_known_form() -> Iterator[None]:
-  """Context that raises CostsError where a program cannot be read."""
+  """Context in which a program that cannot be read raises CostsError."""
   try:
     yield
   except CostsError:
@@ -128,7 +127,7 @@ class Instruction(NamedTuple):
   shape: str
   opcode: str
   operands: tuple[str, ...]
-  text: str  # behind the opcode's bracket: operands, then attributes
+  text: str  # the text after the opcode's bracket: operands, then attributes
   is_root: bool  # whether it is the result of the computation
 
   def attribute(self, pattern: str) -> str:
@@ -199,7 +198,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _join_lines(text: str) -> list[str]:
-  """Lines, one for each instruction: a Pallas call has line breaks in its attributes."""
+  """The program's lines, one per instruction, also if its attributes have line breaks."""
   lines: list[str] = []
   for line in text.splitlines():
     if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
@@ -229,7 +228,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _bits(kind: str) -> int:
-  """Bits of one element: the number in its dtype's name, as in bf16, s4, c64 and f8e4m3fn."""
+  """The bits of one element: the number in its dtype's name, as in bf16, s4, c64 and f8e4m3fn."""
   digits = re.match(r"[a-z]+(\d+)", kind)
   return int(digits.group(1)) if digits else {"pred": 8}.get(kind, 0)
 
@@ -250,7 +249,7 @@ def _element(shape: str, index: int) -> str:
 
 
 class _Program:
-  """A parsed program, and what is known of its parts and loops."""
+  """A parsed program, with the names of its parts and the lengths of its loops."""
 
   def __init__(self, text: str, parts: re.Pattern[str], lengths: Mapping[str, int]):
     self.computations, self.entry = parse_program(text)
@@ -259,7 +258,7 @@ class _Program:
     self.devices = int(devices.group(1)) if devices else 1
 
   def items(self, computation: str, times: int, part: str) -> Iterator[Item]:
-    """Yields the items of a computation that runs `times` times, by default of this part."""
+    """Yields the items of a computation that runs `times` times; `part` is the default part."""
     for i in self.computations[computation].values():
       here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
       if i.opcode == "while":
@@ -290,7 +289,7 @@ class _Program:
         yield from self.loops_within(i.calls)
 
   def _length(self, computation: str, i: Instruction) -> int | None:
-    """Iterations of a loop; None if they depend on the data, and the caller does not say them."""
+    """Iterations of a loop; None if neither the compiler nor the caller states them."""
     if stated := i.attribute(_TRIP_COUNT):
       return int(stated)
     if (counted := self._counted_length(computation, i)) is not None:
@@ -298,9 +297,9 @@ class _Program:
     return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
 
   def _counted_length(self, computation: str, i: Instruction) -> int | None:
-    """Iterations of a loop that counts from a constant to below another one, as jax's loops do.
+    """Iterations of a loop whose counter rises by one from a constant to another; None for others.
 
-    TPUs' compiler does not state them. The counter goes up by one.
+    jax makes such loops, and the compiler for TPUs does not state their lengths.
     """
     condition = self.computations[i.attribute(r"condition=%?([\w.\-]+)")]
     before = self.computations[computation]
@@ -382,7 +381,7 @@ class _Program:
   # --- collectives --------------------------------------------------------------------------------
 
   def _collectives(self, computation: str, i: Instruction) -> Iterator[tuple[str, float]]:
-    """Yields (kind, bytes each device receives) for an instruction and those fused into it."""
+    """Yields (kind, bytes each device receives) of the collectives in an instruction or fusion."""
     if i.opcode == "fusion":
       is_reduce_scatter = "all-reduce-scatter" in i.name + i.calls
       continued = self._continued_names(i.calls)
@@ -408,7 +407,8 @@ class _Program:
     """Names of the collectives that a fusion continues or ends, besides its own work.
 
     Compilers for some TPUs run a collective piece by piece within the fusions between its start and
-    its end. Each of these contains the complete instruction, which counts only at its start.
+    its end. Each of these fusions contains the complete instruction, which counts only at the
+    start.
     """
     instructions = self.computations[computation].values()
     if any(_ASYNC_START in i.text for i in instructions):
@@ -453,8 +453,8 @@ class _Program:
     """Bytes that a fusion reads and writes.
 
     Returns:
-      (index → bytes read, of each parameter that is read in part, upper bounds of the bytes written
-      for each result).
+      Index → bytes read, for each parameter that is read in part; and upper bounds of the bytes
+      written for each result.
     """
     instructions = self.computations[computation]
     continued = self._continued_names(computation)
@@ -464,7 +464,7 @@ class _Program:
         users.setdefault(name, []).append((i, position))
 
     def bytes_used(i: Instruction) -> int | None:
-      """Bytes of a value that its users read; None for all."""
+      """Bytes of a value that its users read; None if they read all."""
       total = 0
       for user, position in users.get(i.name, []):
         used = None
@@ -505,7 +505,7 @@ class _Program:
 
 
 def _element_index(computation: Computation, name: str) -> int | None:
-  """Which element of a computation's tuple a value is; None if it is none."""
+  """The index of a value that is an element of the computation's argument, a tuple; else None."""
   of, _, index = name.rpartition("#")
   if name in computation and computation[name].opcode == "get-tuple-element":
     of, index = computation[name].operands[0], computation[name].attribute(r"index=(\d+)")
@@ -514,7 +514,7 @@ def _element_index(computation: Computation, name: str) -> int | None:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-  """The value of an integer constant, or of a copy of one; None of other values."""
+  """The number of an integer constant, or of a copy of one; None for other values."""
   i = computation.get(name)
   while i is not None and i.opcode == "copy":
     i = computation.get(i.operands[0])
@@ -531,8 +531,9 @@ def _convolution_flops(
 ) -> int:
   """FLOPs of a matrix product that a TPU's compiler writes as a convolution.
 
-  A spatial dimension is one of the product's: it has the same size in two of the arrays or in all
-  three, and size 1 in the others. Taps on holes or padding do not count.
+  Each spatial dimension of the convolution is a dimension of the product: it has the same size in
+  two or all three of the arrays, and size 1 in the others. Products with padding, or with the holes
+  of a dilation, do not count.
   """
   lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
   pairs = math.prod(
@@ -548,12 +549,13 @@ def _written_shape(i: Instruction) -> str:
 
 
 def _library_flops(i: Instruction, operands: Sequence[Sequence[int]]) -> int:
-  """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 of other calls.
+  """FLOPs of a call of cuBLAS or of cuDNN's attention; 0 for other calls.
+
+  If attention is causal, a query's scores with later keys are not counted.
 
   Args:
     i: a custom call.
-    operands: the sizes of its operands. Of attention queries [B, T, N, H] and keys [B, S, K, H],
-      whose scores count up to each query's own key if they are causal.
+    operands: the sizes of its operands; attention has queries [B, T, N, H], keys [B, S, K, H], ….
   """
   if i.target.startswith("__cublas$"):
     contracted = i.attribute(r'"lhs_contracting_dimensions":\[([\d",]*)\]')

@@ -18,7 +18,7 @@ _THUNK = re.compile(r"^ *\d+: k(\w+) ")
 _BODY = re.compile(r"^ *body:$")
 _CONDITION = re.compile(r"^ *condition:$")
 _BUFFER, _LOOP = "CommandBuffer", "While"
-_OF_OTHERS = ("Conditional", "DynamicSliceFusion")  # what they launch is listed below them
+_OF_OTHERS = ("Conditional", "DynamicSliceFusion")  # their launches are listed below them
 _TO_HOST = re.compile(r"DeviceToHost|Outfeed|HostSend|HostExecute")
 
 
@@ -27,16 +27,16 @@ class Body(NamedTuple):
 
   depth: int  # 0: the program itself
   kernels: int  # kernels, copies and products of libraries, in command buffers or not
-  launches: int  # of these, those outside of command buffers, and those of the loop's condition
+  launches: int  # kernels outside of command buffers, and all kernels of the loop's condition
   command_buffers: int
   copies_to_host: int
-  iterations: int | None  # at most; None: the data say
-  waits: bool  # whether the host asks the device before every iteration if there is another
-  runs: int  # of the body in the program; a loop of unknown length counts as one iteration
+  iterations: int | None  # at most; None: the number depends on the data
+  waits: bool  # whether the host asks the device before each iteration whether the loop goes on
+  runs: int  # times that the body runs; a loop of unknown length counts as one iteration
 
 
 def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
-  """The launches of the program and of each loop, in the order in which they begin.
+  """The launches of the program and of each of its loops, in the order in which these begin.
 
   Args:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".
@@ -80,7 +80,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
         now["launches"] += buffer_indent is None
         now["copies_to_host"] += bool(_TO_HOST.search(kind))
   if len(counts) - 1 != len(loops):
-    raise ValueError(f"the program has {len(loops)} loops, its thunks have {len(counts) - 1}")
+    raise ValueError(f"the program has {len(loops)} loops, but its thunks have {len(counts) - 1}")
   bodies = list[Body]()
   for number, (count, around) in enumerate(zip(counts, outer, strict=True)):
     loop = loops[number - 1] if number else LoopLength(1, is_fixed=True)

@@ -1,4 +1,4 @@
-"""Memory per chip of a run, by arithmetic and by the compiler's statement."""
+"""Memory per chip of a run: estimated by arithmetic, and as the compiler states it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Table = dict[str, float]  # kind of memory → bytes per chip
 def compiled_bytes(
   lowerings: Mapping[str, programs.Lower], placement: Placement, engine: EnginePrograms
 ) -> dict[str, Table]:
-  """Bytes per chip of a run's programs, from their compilation by XLA for the mesh.
+  """Bytes per chip of a run's programs, as XLA states them when it compiles for the mesh.
 
   Args:
     lowerings: the result of `programs.program_lowerings`.
@@ -65,7 +65,7 @@ def compiled_bytes(
 
 
 def _copied_caches(engine: Settings) -> Table:
-  """What a burst that reads a half of the caches takes more than the one of everything."""
+  """Bytes that a burst reading half of the caches takes beyond a burst that reads all blocks."""
   mesh = engine.model.mesh
   if engine.cache == "pages" or not engine.shape.copied_tokens:
     return {}
@@ -89,8 +89,7 @@ def estimated_bytes(
   """Estimated bytes per chip of a run, by arithmetic, without the compiler's temporary buffers.
 
   Args:
-    network, placement, engine, schedule, num_updates: network, placement, engine, schedule and
-      number of updates of the run.
+    network, placement, engine, schedule, num_updates: parts of the run.
     fleet: `config.fleet`.
   """
   state, frozen, settings = placement.state, placement.frozen, engine.settings
@@ -105,7 +104,7 @@ def estimated_bytes(
   on_device = settings.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
   generation |= _routes_bytes(settings, on_device * settings.shape.steps)
   rebuilds = fleet.new_weights == "recompute"
-  if settings.has_replies or rebuilds:  # any slot may take a row, so every device has all of them
+  if settings.has_replies or rebuilds:  # any slot may take a row, so every device has all rows
     rows, _ = engine.longest_prefill()
     kind = "prefill after a reply" if settings.has_replies else "prefill under new weights"
     of_slots = generation["keys and values"] + generation.get(_STATES, 0.0)
@@ -120,8 +119,8 @@ def estimated_bytes(
     in_use = (update - schedule.oldest_sampling(update) + 1 for update in updates)
     compared = {"policies to be compared": max(in_use, default=1) * policy}
   elif schedule.threaded and not fleet.samplers:
-    # An update donates the trainer's parameters, so the sampler has a copy; an older one stays
-    # until it is compared.
+    # An update donates the trainer's parameters, so the sampler has a copy of the policy. An older
+    # copy stays until agreement with it is checked.
     compared = {"policies to sample with": 2 * policy}
   shares_devices = sharding.has_same_devices(placement.mesh, placement.generation_mesh)
   if schedule.threaded and shares_devices and not fleet.samplers:  # sampling goes on meanwhile
@@ -148,7 +147,7 @@ def teaching_bytes(
   """Estimated bytes per chip of the forward pass of teachers that score a batch before updates.
 
   Args:
-    networks: the teachers' networks; the one that takes most bytes counts.
+    networks: the teachers' networks; the network that takes most bytes counts.
     placement: the run's placement.
     layout: the layout of the rows that teachers read.
   """
@@ -205,7 +204,7 @@ def generation_bytes(
   mesh: Mesh | AbstractMesh,
   slots: int,
 ) -> Table:
-  """Bytes that generation adds to the trainer's, without the compiler's temporary buffers.
+  """Bytes that generation adds to the trainer's bytes, without the compiler's temporary buffers.
 
   Args:
     network: the network of the policy.
@@ -226,7 +225,7 @@ def generation_bytes(
 
 
 def _routes_bytes(settings: Settings, tokens: int) -> Table:
-  """Bytes of the routes of tokens on a device, if a mixture's are recorded."""
+  """Bytes of the routes of tokens on a device, if the run records a mixture's routes."""
   if settings.routes is None:
     return {}
   of_token = settings.routes.size * settings.routes.dtype.itemsize
@@ -291,7 +290,7 @@ def resident_bytes(
 
 
 def format_tables(title: str, tables: Mapping[str, Table], limit_gib: float | None) -> str:
-  """Lines on the memory of each phase, and on whether it fits into a chip of this size."""
+  """Lines of text on the memory of each phase, and on whether it fits into the limit."""
   lines = [title]
   for name, table in tables.items():
     total = sum(table.values()) / _GIB

@@ -44,8 +44,8 @@ def topology_devices(name: str) -> list[jax.Device]:
   """
   if is_gpu(name):
     return gpu_devices(name)
-  # The first setting prevents libtpu from querying a metadata server, which exists on Cloud TPU
-  # machines only; the second lets several processes compile at the same time.
+  # The first setting prevents libtpu from querying a metadata server, which only Cloud TPU machines
+  # have. The second lets several processes compile at the same time.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   try:
@@ -101,7 +101,7 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 
 def build_for(config: ml_collections.ConfigDict, topology: str | None) -> Parts:
-  """`build_shapes_only` on the mesh of `make_topology_mesh`."""
+  """Builds a run without problems, as `build_shapes_only`, on the mesh of `make_topology_mesh`."""
   return build_shapes_only(config, make_topology_mesh(config.mesh, topology))
 
 
@@ -115,18 +115,18 @@ def program_lowerings(
   rebuilds: bool = False,
   teacher: tuple[Params, Params] | None = None,
 ) -> dict[str, Lower]:
-  """Functions that lower a run's update, one burst of its generation, and more, by name.
+  """Name of a program → function that lowers it: the update, one burst of generation, and more.
 
-  With dialogues, or caches that are computed again under new weights, there is also a prefill of
+  With dialogues, or caches that are computed again under new weights, this includes a prefill of
   the longest prompt with its response.
 
   Args:
     programs, placement: programs and placement of the run.
     batch: shapes of an update's batch, from `abstract_update_batch`.
-    packed: a batch, for the numbers of its micro-batches.
+    packed: a batch, whose numbers of micro-batches are used.
     options: the options of the compiler, for the update.
     rebuilds: whether caches are computed again under new weights.
-    teacher: shapes, from `abstract_teacher`.
+    teacher: shapes of the teacher's parameters, from `abstract_teacher`.
   """
   state, frozen = placement.state, placement.frozen
   engine = programs.engine
@@ -140,7 +140,7 @@ def program_lowerings(
   }
 
   def update(state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any) -> Any:
-    # Constant numbers show the lengths of the loops in the compiled program.
+    # With constant numbers, the compiled program shows the lengths of its loops.
     constants: Any = {name: jnp.int32(count) for name, count in counts.items()}
     rows = dataclasses.replace(batch, packed=batch.packed and batch.packed._replace(**constants))
     return train_step(state, frozen, rows, teacher)
@@ -162,7 +162,7 @@ def program_lowerings(
 def teacher_lowerings(
   programs: Programs, teachers: Sequence[Teacher], placement: Placement, batch: TrainBatch
 ) -> dict[str, Lower]:
-  """Functions that lower the forward pass of the largest teacher, by name; {} without a teacher.
+  """Name → function that lowers the largest teacher's forward pass; {} without a teacher.
 
   Args:
     programs, teachers, placement: as for `program_lowerings`.
@@ -201,9 +201,9 @@ class CompiledText(NamedTuple):
   """A compiled program, and the compiler's own dumps of it."""
 
   program: jax.stages.Compiled | None  # None if the compiler reports too little memory
-  text: str  # of the optimized program; "" without one
-  thunks: str  # what it launches, see `launches`; "" for TPUs
-  seconds: float  # to compile
+  text: str  # the text of the optimized program; "" without a program
+  thunks: str  # the dump of a GPU's launches, see `launches`; "" for TPUs
+  seconds: float  # seconds of compilation
 
 
 def compile_with_text(name: str, lower: Lower) -> CompiledText:

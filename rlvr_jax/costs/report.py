@@ -50,9 +50,9 @@ PARTS = {
 
 # Kernel call → (FLOPs, HBM bytes) of one run, from the shapes of its operands.
 KernelCost = Callable[[Item], tuple[float, float]]
-Row = dict[str, Any]  # of a table: names, numbers
-# The share of useful FLOPs that may be missing: the compiler makes products of few columns, such as
-# those of gates, elementwise, and elementwise work is not counted.
+Row = dict[str, Any]  # a row of a table: names and numbers
+# The fraction of useful FLOPs that may be missing. The compiler computes products with few columns,
+# such as those of gates, elementwise, and elementwise work is not counted.
 _ELEMENTWISE = 0.01
 
 
@@ -65,15 +65,15 @@ class Cost(TypedDict):
   received_bytes: float
   cycles: float
   memory_bytes: dict[str, float]
-  seconds: dict[str, float]  # resource → what its peak allows at least
+  seconds: dict[str, float]  # resource → the least seconds that its peak allows
   bound_by: str
-  model_flops_utilization: float  # at most
+  model_flops_utilization: float  # an upper bound
   parts: list[Row]
   collectives: list[Row]
   custom_calls: list[Row]
   loops_of_unknown_length: list[Row]
   compile_seconds: NotRequired[float]
-  launches: NotRequired[Row]  # of a GPU
+  launches: NotRequired[Row]  # GPUs only
 
 
 _TRUST = """Memory and the kinds and bytes of collectives are those of the compiled program. HBM
@@ -94,9 +94,9 @@ not tuned, for which the device is needed: where a run tunes them, its kernels m
 class Counts(NamedTuple):
   """Counts of a run's programs that are known before compilation."""
 
-  useful_flops: Mapping[str, float] = {}  # per chip, by program
-  kernels: Mapping[str, KernelCost] = {}  # by pattern of the name
-  loops: Mapping[str, int] = {}  # iterations, by pattern of the name
+  useful_flops: Mapping[str, float] = {}  # program → FLOPs per chip
+  kernels: Mapping[str, KernelCost] = {}  # pattern of a kernel's name → its cost
+  loops: Mapping[str, int] = {}  # pattern of a loop's name → its iterations
 
 
 _NOTHING_KNOWN = Counts()
@@ -128,9 +128,9 @@ def useful_flops(
   placement: Placement,
   engine: EnginePrograms,
 ) -> dict[str, float]:
-  """Model FLOPs per chip by program: an update on a batch, and the last burst of the longest.
+  """Program → model FLOPs per chip: an update on a batch, and the longest rollouts' last burst.
 
-  With dialogues also the prefill of the longest dialogue after a reply.
+  With dialogues, also the prefill of the longest dialogue after a reply.
   """
   lengths = batch.prompts, batch.responses
   adapters = placement.state.params if placement.frozen else None
@@ -153,10 +153,10 @@ def useful_flops(
 def loop_lengths(
   network: TransformerConfig, packed: Packed, placement: Placement, engine: EnginePrograms
 ) -> dict[str, int]:
-  """Mean iterations of loops whose length depends on the data, by pattern of their name.
+  """Pattern of a loop's name → its mean iterations, for loops whose length depends on the data.
 
-  These are loops of the Gram matrix over rollouts and tiles, and with dialogues loops of the head
-  over the policy's tokens.
+  They are loops over rollouts and tiles for the Gram matrix, and, with dialogues, loops over the
+  policy's tokens for the head.
   """
   P, G, T = packed.places.shape
   micro_batches = int(packed.num_micro_batches)
@@ -180,7 +180,7 @@ def loop_lengths(
 def attention_kernel_costs(
   network: TransformerConfig, packed: Packed, tensor: int
 ) -> dict[str, KernelCost]:
-  """Analytic costs of the attention kernels of the update and of generation, by name pattern.
+  """Pattern of a name → analytic cost, for the attention kernels of update and generation.
 
   Sliding windows are ignored. A call computes one row of the packed batch, counted as the mean over
   rows and layers, or one token of every slot.
@@ -215,7 +215,7 @@ def attention_kernel_costs(
 
 
 def _paged_cost(item: Item) -> tuple[float, float]:
-  """FLOPs and HBM bytes of one call; operands 4 and 5 of the kernel are queries and pages."""
+  """FLOPs and HBM bytes of one call of the paged kernel; operands 4 and 5 are queries and pages."""
   from rlvr_jax.ops.paged import paged_flops  # experimental in jax, so imported only on use
 
   return paged_flops(*map(dimensions, item.shapes[4:6])), item.hbm_bytes / item.times
@@ -224,8 +224,8 @@ def _paged_cost(item: Item) -> tuple[float, float]:
 def _grouped_cost(item: Item) -> tuple[float, float]:
   """FLOPs and HBM bytes of a grouped product, as if every row belonged to a group.
 
-  The last two operands are the rows [M, D] and the kernels [E, D, F], or, of the kernels' gradient,
-  the rows [M, D] and [M, F].
+  The last two operands are the rows [M, D] and the kernels [E, D, F]; for the kernels' gradient,
+  they are the rows [M, D] and [M, F].
   """
   (M, width), other = (dimensions(shape) for shape in item.shapes[-2:])
   matrix = other[1:] if len(other) == 3 else (width, other[1])
@@ -378,7 +378,7 @@ def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) ->
 
 
 def _launch_lines(launches: Mapping[str, Any]) -> list[str]:
-  """Lines on what a GPU is asked to launch."""
+  """Lines of text on a program's launches on a GPU."""
   rows = [
     {
       "depth of loops": str(body["depth"]),
@@ -427,7 +427,7 @@ _COLUMNS = {  # key of a row → (heading, unit)
 
 
 def _format_rows(rows: Iterable[Row]) -> list[str]:
-  """A table of sums, in its units."""
+  """The lines of a table of sums, in units for readers."""
   return _format_table([_format_row(row) for row in rows])
 
 

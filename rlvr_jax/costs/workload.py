@@ -24,7 +24,7 @@ class Workload(NamedTuple):
   """Lengths of the sequences of a batch, in tokens."""
 
   prompts: np.ndarray  # i64[P]
-  # i64[P, G, N] of the policy and of its environment in turn, the policy's first; 0 after the end
+  # i64[P, G, N], turns of the policy and replies of the environment alternately; 0 after the end.
   turns: np.ndarray
 
   @property
@@ -42,14 +42,14 @@ class Lengths(NamedTuple):
   """A distribution of lengths."""
 
   draw: Callable[[BatchShape, int], Workload]  # (shape of a batch, its number) → its lengths
-  max_turns: int = 1  # of the policy, in a rollout
+  max_turns: int = 1  # the most turns of the policy in a rollout
 
 
 def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
   """The distribution that `--lengths` names.
 
   Args:
-    text: component of this module.
+    text: the string of a component of this module.
     environment: `config.environment`.
   Raises:
     ValueError: the distribution is unknown, or is of dialogues that this configuration does not
@@ -104,7 +104,7 @@ def dialogue(
   Args:
     turns: the turns of the policy in every rollout, at least 1.
     policy: mean tokens of a turn of the policy, before the cut.
-    reply: mean tokens of a reply, with what the template puts around it.
+    reply: mean tokens of a reply, with the template's tokens around it.
     sigma: standard deviation of the logarithm.
     prompt: tokens of every prompt; 0: the greatest length.
   """
@@ -115,7 +115,7 @@ def dialogue(
 
 
 def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> Lengths:
-  """Turns and replies of lognormal lengths with these means [N], in tokens, cut at the end."""
+  """Turns and replies with lognormal lengths of means [N], in tokens, cut at the maximum length."""
   check_between(owner, "sigma", sigma, low=0.0)
   check_integer(owner, "prompt", prompt, low=0)
   means = np.asarray(means, np.float64)
@@ -134,7 +134,7 @@ def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> L
       )
     random = np.random.default_rng(number)
     drawn = random.lognormal(np.log(means) - sigma**2 / 2, sigma, (P, G, len(means)))
-    # Rounded up; exponentials of logarithms are off by rounding.
+    # Rounded up, less a margin for the rounding of exponentials.
     drawn = np.ceil(drawn - 1e-9 * drawn).astype(np.int64)
     ends = np.cumsum(drawn, axis=-1)
     of_policy = np.clip(limit - (ends - drawn), 0, drawn)
@@ -148,7 +148,7 @@ def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> P
   """Packs a batch of these lengths, as NumPy arrays; its tokens are zeros."""
   P, G, S, T = shape
   ends = np.cumsum(workload.turns, axis=-1)[..., None]  # [P, G, N, 1]
-  # The number of turns that have ended says which one a token belongs to.
+  # The number of turns that end before a token is the index of its turn.
   turn = np.sum(np.arange(T) >= ends, axis=-2)
   return pack(
     np.zeros((P, S), np.int32),
@@ -164,8 +164,8 @@ class Packing(NamedTuple):
   """The numbers of places and tokens that an update computes for one batch."""
 
   micro_batches: int
-  places: int  # of rows, over all devices, empty rows too
-  tokens: int  # of the responses, and of each prompt once
+  places: int  # places of rows on all devices, also of empty rows
+  tokens: int  # tokens of the responses, and of each prompt once
 
   @property
   def places_per_token(self) -> float:

@@ -15,7 +15,7 @@ from rlvr_jax.types import Prompts
 def problem_batches(
   source: ProblemSource, *, batch_size: int, seed: int
 ) -> grain.DatasetIterator[list[Problem]]:
-  """Batches without end: every epoch is a new permutation of the source; a batch may span two.
+  """An endless iterator of batches: each epoch is a new permutation, and a batch may span two.
 
   The iterator works in this process, without threads. Its position is a counter: `get_state()`
   returns a small JSON-serializable dict, and `set_state()` on a new iterator continues from that
@@ -31,8 +31,8 @@ def problem_batches(
   if not len(source):
     raise ValueError("the source of problems is empty: give it at least one problem")
   dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-  # The stream has no end, hence no remainder. Dropping it keeps grain's count of batches below the
-  # largest allowed length if batch_size is 1.
+  # An endless stream has no remainder. `drop_remainder` only keeps grain's count of batches below
+  # its largest allowed length if batch_size is 1.
   batches = dataset.batch(batch_size, drop_remainder=True, batch_fn=list)
   in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(batches.to_iter_dataset(in_process))
@@ -109,7 +109,7 @@ def encode_demonstrations(
 
 
 def _encode_dialogue(problem: Problem, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-  """The tokens of a demonstration's turns, and which of them are the policy's."""
+  """The tokens of a demonstration's turns, and for each token whether it is the policy's."""
   end = tokenizer.stop_ids[0]
   tokens: list[int] = []
   by_policy: list[bool] = []

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN, END_OF_TURN)  # ids 0, 1, 2
 SMALLEST = -(-(256 + len(SPECIAL)) // 8) * 8
-# Pairs are merged only within these pieces: a word with its leading space, one digit, punctuation
-# with its leading space, white space. Every digit is a token, so that numbers split uniformly.
+# Pairs are merged only within one of these pieces: a word with its leading space, a single digit,
+# punctuation with its leading space, or white space. Since every digit is a token, all numbers are
+# split alike.
 _PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
 # ChatML, the format of the Qwen models.
 _TEMPLATE = (
@@ -42,12 +43,12 @@ _BLOCK = 2**20  # characters per read
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-  """Trains an encoding of `vocab_size` tokens: special tokens, the 256 bytes, and frequent pairs.
+  """Trains an encoding with `vocab_size` tokens: special tokens, the 256 bytes, and frequent pairs.
 
   Any text can be encoded and decodes to itself; texts are not normalized.
 
   Args:
-    texts: training texts, read once; no pair spans two of them.
+    texts: training texts, read once; no pair spans two texts.
     vocab_size: exact number of tokens; a multiple of 8, so that it can be sharded.
   Raises:
     ValueError: the size is not a multiple of 8, is below 264, or is more than the texts support.
@@ -122,8 +123,8 @@ def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -
 
   Args:
     paths: local paths or URLs.
-    fields: fields whose texts are read from files of problems, as the task `jsonl` reads them; none
-      to read files of UTF-8 text, which may be compressed (.gz).
+    fields: fields whose texts are read from files of problems, which are read as in the task
+      `jsonl`. If empty, the files are UTF-8 text, and may be compressed (.gz).
   Raises:
     ValueError: a file is not UTF-8 text, or a problem lacks a text in one of the fields.
     OSError: a file does not exist or cannot be read.

@@ -1,7 +1,7 @@
 """The text of a chat template between the turns of a dialogue, learned and checked per role.
 
-A dialogue's tokens are appended, never encoded again. That is the template's own format only if a
-longer dialogue begins with the shorter one, token by token: the template is then append-only.
+A dialogue's tokens are appended, never encoded again. The result has the template's format only if
+the template is append-only: the tokens of a longer dialogue begin with the tokens of a shorter one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ANSWER = "The answer is 42."
-# Its edges show whether the template trims replies; its quotes, whether it writes them as JSON.
+# The white space at its ends shows whether the template trims replies. Its quotes show whether the
+# template writes replies as JSON.
 _REPLY = ' \n 6 times "8"?\né \n'
-_PLAIN_REPLY = "No."  # shows whether what stands around it belongs to the other's edges
-# What a thought is written between: templates that name an ending may drop earlier thoughts.
+_PLAIN_REPLY = "No."  # shows whether the white space around `_REPLY` is the template's own
+# Texts that begin and end a thought. A template that has such an ending may drop earlier thoughts.
 _THOUGHTS = (
   ("<think>\n", "\n</think>\n\n"),
   ("<|channel>thought\n", "\n<channel|>"),
   ("[THINK]", "[/THINK]"),
 )
 _THOUGHT = "Six sevens."
-_SHOWN = 40  # characters of a difference
+_SHOWN = 40  # characters that messages show of a difference
 _REMEDY = (
   "set config.prompts.template to a variant that keeps earlier turns: 'qwen3_training',"
   " 'deepseek_r1_distill_training', or a file of your own"
@@ -30,7 +31,7 @@ _REMEDY = (
 
 
 def _as_json(reply: str) -> str:
-  """As Llama 3's templates write what a tool has said."""
+  """The reply as JSON, which is how Llama 3's templates write the reply of a tool."""
   return json.dumps(reply, ensure_ascii=False)
 
 
@@ -38,12 +39,12 @@ _FORMS: tuple[Callable[[str], str], ...] = (str, _as_json, str.strip)
 
 
 class _Frame(NamedTuple):
-  """Texts around a reply: from the policy's end of turn on, and up to its next turn."""
+  """The template's texts around a reply, between two turns of the policy."""
 
-  before: str
-  after: str
-  written: Callable[[str], str]  # a reply as the template writes it, one of `_FORMS`
-  control: re.Pattern[str]  # tokens that a reply cannot insert
+  before: str  # from the policy's end of turn to the reply
+  after: str  # from the reply to the start of the policy's next turn
+  written: Callable[[str], str]  # reply → its text in the template, one of `_FORMS`
+  control: re.Pattern[str]  # control tokens, which a reply must not insert
 
 
 class ChatTurns:
@@ -57,14 +58,16 @@ class ChatTurns:
     end_of_turn_id: int | None,
     name: str,
   ):
-    """Learns nothing yet: `learn` does, for a role.
+    """Begins without a role; `learn` adds one.
 
     Args:
       tokenizer: the tokenizer of transformers, with a chat template.
-      apply_template: its `apply_chat_template`, with an error that names the folder.
-      control_tokens: text that the template writes → pattern of all control tokens, the text's too.
-      end_of_turn_id: what the template writes after an assistant's message; None if no token.
-      name: the folder, for messages.
+      apply_template: the tokenizer's `apply_chat_template`, with errors that name the folder.
+      control_tokens: text that the template writes → pattern of all control tokens, also of those
+        in the text.
+      end_of_turn_id: the token that the template writes after an assistant's message; None if it
+        writes no token there.
+      name: the folder's name, for messages.
     """
     self._tokenizer = tokenizer
     self._apply_template = apply_template
@@ -74,9 +77,10 @@ class ChatTurns:
     self._frames: dict[str, _Frame] = {}
 
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
-    """Learns the texts around replies of a role, unless known, and checks dialogues with them.
+    """Learns the texts around replies of a role, unless it is known, and checks dialogues with it.
 
-    In the checked dialogues, the role comes before and after itself and each known role.
+    In these dialogues, a reply of the role comes before and after a reply of each known role, and
+    of itself.
 
     Args:
       role: the role of the replies, such as "user" or "tool".
@@ -94,7 +98,10 @@ class ChatTurns:
     self._frames = frames
 
   def encode(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Token ids after a policy's turn whose last token is `last_id`; the role must be known."""
+    """The token ids between the policy's turn, which ends with `last_id`, and its next turn.
+
+    `learn` must have been called for the role.
+    """
     return self._encode(self._frames[role], reply, last_id)
 
   def _encode(self, frame: _Frame, reply: str, last_id: int | None) -> list[int]:
@@ -110,9 +117,9 @@ class ChatTurns:
     return ids[1:] if last_id == self._end_id else ids
 
   def _policy_message(self, prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """A message as the policy writes it: with a thought, if the template knows thoughts.
+    """An example of the policy's message; it begins with a thought if the template knows thoughts.
 
-    A generation prompt that ends a thought, as Qwen's do if thinking is disabled, leaves none.
+    It has no thought if the generation prompt already ends one, as Qwen's does without thinking.
 
     Raises:
       ValueError: the template drops the thought even from the last message.
@@ -125,8 +132,8 @@ class ChatTurns:
         written = self._apply_template([*prompt, turn], tokenize=False)
         if _THOUGHT not in written:
           raise ValueError(
-            f"the chat template of {self._name} drops thoughts: of {turn['content']!r} it writes"
-            f" {written[-_SHOWN:]!r}; {_REMEDY}"
+            f"the chat template of {self._name} drops thoughts: it writes"
+            f" {turn['content']!r} as {written[-_SHOWN:]!r}; {_REMEDY}"
           )
         return turn
     return {"role": "assistant", "content": ANSWER}
@@ -170,7 +177,7 @@ class ChatTurns:
     prompt: Sequence[Mapping[str, str]],
     turn: Mapping[str, str],
   ) -> None:
-    """Compares a dialogue of three policy turns with what the template writes of it."""
+    """Checks that appending the tokens of three policy turns gives the template's dialogue."""
     started = self._apply_template(prompt, add_generation_prompt=True)
     first = self._apply_template([*prompt, turn])
     self._compare(started, first, roles)
@@ -185,7 +192,7 @@ class ChatTurns:
     self._compare(appended, self._apply_template(messages), roles)
 
   def _compare(self, appended: list[int], whole: list[int], roles: Sequence[str]) -> None:
-    """Raises ValueError unless the template's ids of a dialogue begin with the appended ones."""
+    """Raises ValueError unless the template's ids of the whole dialogue begin with `appended`."""
     if whole[: len(appended)] == appended:
       return
     same = next(
@@ -195,6 +202,6 @@ class ChatTurns:
     shown = [self._tokenizer.decode(ids[same:])[:_SHOWN] for ids in (appended, whole)]
     raise ValueError(
       f"the chat template of {self._name} is not append-only with replies of role"
-      f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens a dialogue goes"
-      f" on with {shown[0]!r}, but the template with {shown[1]!r}; {_REMEDY}"
+      f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens the appended"
+      f" dialogue goes on with {shown[0]!r}, but the template's with {shown[1]!r}; {_REMEDY}"
     )

@@ -32,7 +32,7 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Samples problems that are sometimes solved more often than problems always or never solved.
+  """Makes a task that samples problems that are solved sometimes more often than other problems.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
@@ -40,7 +40,7 @@ def curriculum(
   max(w(p), floor). Problems do not repeat within a batch. A part's problems come in a random order,
   each once until all have been read.
 
-  Estimates are updated when the next policy is synced, so that all batches of one refresh are
+  Estimates are updated when the next policy is synced, so that all batches for one policy are
   sampled from the same estimates. They are saved with every checkpoint: a resumed run is bit-exact,
   under `asynchronous` as far as any run is.
 
@@ -107,7 +107,7 @@ class Curriculum(Concatenated):
 
 
 class CurriculumDraws:
-  """Batches of a curriculum's problems, and the estimates by which they are sampled."""
+  """The draws of a curriculum, and the estimates by which problems are sampled."""
 
   def __init__(self, source: Curriculum, *, batch_size: int, seed: int):
     """Initializes the draws; arguments as in `problem_batches`.
@@ -132,10 +132,10 @@ class CurriculumDraws:
     self._drawn: dict[int, tuple[int, list[int], dict[str, float]]] = {}
 
   def draw(self, draw: int, version: int) -> list[Problem]:
-    """Samples a draw, see `Draws`.
+    """Samples the problems of a draw, see `Draws`.
 
-    Observations of earlier versions update the estimates first. Observations of the same version do
-    not, so that a draw does not depend on the progress of grading.
+    First, the solve rates observed for earlier policies update the estimates. Solve rates for the
+    same policy do not, so that a draw does not depend on the progress of grading.
     """
     for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):
@@ -183,7 +183,11 @@ class CurriculumDraws:
     return self._orders[cell][visit] if self._by_part else self._source[cell]
 
   def _metrics(self, cells: Sequence[int]) -> dict[str, float]:
-    """Share and estimate of each part; or mean estimate and share of problems drawn so far."""
+    """Metrics of a draw.
+
+    If cells are parts: each part's share of the draw, and its estimate. If cells are problems: the
+    mean estimate of the drawn problems, and the share of all problems that were ever drawn.
+    """
     if not self._by_part:
       return {
         "curriculum/estimate": float(np.mean(self._estimates[np.asarray(cells)])),

@@ -45,7 +45,7 @@ def gcd(entry: Entry) -> str:
 
 
 def letter_counting(entry: Entry) -> str:
-  """Writes word by word the running count: "hundred 1", "thousand 2", ..."""
+  """Writes the running count after each word: "hundred 1", "thousand 2", ..."""
   letter = entry["metadata"]["target_letter"]
   steps = []
   count = 0
@@ -56,7 +56,7 @@ def letter_counting(entry: Entry) -> str:
 
 
 def number_sorting(entry: Entry) -> str:
-  """Selection sort, one line per number: the number, then the remaining numbers in input order."""
+  """Writes a selection sort, one line per number: it, then the remaining numbers in input order."""
   remaining = list(entry["metadata"]["original_numbers"])
   steps = []
   for number in entry["metadata"]["sorted_numbers"]:

@@ -29,7 +29,7 @@ class Draws(Protocol):
         is ignored.
       state: `get_state()` right after the draw.
     Returns:
-      (the state in which the next draw of a resumed run begins, metrics of the draw).
+      The state in which a resumed run begins its next draw, and metrics of this draw.
     """
     ...
 

@@ -22,9 +22,9 @@ def guess(
 ) -> Task:
   """Makes a task of one question, whose number the environment `guess` draws.
 
-  The question is always the same, also for held-out problems: what is learned is how to ask. A
-  demonstration is a dialogue whose guesses are drawn at random. So it shows the form of a
-  dialogue, and nothing of how to play.
+  The question is always the same, also for held-out problems, since a policy learns how to search.
+  A demonstration is a dialogue whose guesses are drawn at random. So it shows the form of a
+  dialogue, but no strategy.
 
   Args:
     low, high: as for the environment; 0 ≤ low ≤ high.
@@ -70,8 +70,8 @@ def guess(
 def optimal_success(low: int, high: int, turns: int) -> float:
   """The probability that the best strategy finds the number within `turns` guesses.
 
-  Of n = high − low + 1 numbers, t guesses tell min(n, 2^t − 1) apart: each answer but "right" leads
-  to one of two next guesses.
+  With t guesses a strategy can find min(n, 2^t − 1) of the n = high − low + 1 numbers, since each
+  wrong guess has one of two answers.
 
   Args:
     low: smallest number.

@@ -36,24 +36,25 @@ _TOOLS = pathlib.Path(__file__).parent / "tools"  # of the package's environment
 
 
 class HuggingFaceTokenizer:
-  """The tokenizer that a folder's tokenizer.json describes, whatever class its config names.
+  """The tokenizer of a folder's tokenizer.json, whatever class the folder's config names.
 
   A "plain" prompt is the text with the special tokens that the tokenizer adds (such as a leading
-  <bos>). A "chat" prompt is a user's turn in the chat template, up to the start of the assistant's.
+  <bos>). A "chat" prompt is a user's turn in the chat template, up to the start of the assistant's
+  turn.
 
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
-  around messages. Only the tokenizer and its template insert them. A text that spells one, such as
-  "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another. Other added
-  tokens, such as the "<think>" of many models, are recognized in texts, also where the template
-  writes one itself.
+  around messages. Only the tokenizer and its template insert them. A text that spells a control
+  token, such as "<|im_end|>", is encoded as letters, so that a problem cannot end its turn or begin
+  another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
+  texts.
 
-  `stop_ids` are the tokenizer's end of text and the ids in generation_config.json. In the chat
-  format the template's end-of-turn token comes first, because demonstrations end with it; for a
-  base model it often differs from the end of text.
+  `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
+  In the chat format the template's end-of-turn token comes first, since demonstrations end with it;
+  in a base model it is often another token than the end of text.
 
-  Dialogues need an append-only template: a longer dialogue's tokens begin with the shorter one's.
-  `check_turns`, or else the first reply, checks that. If the template trims messages, replies are
-  trimmed; the policy's tokens stay unchanged.
+  Dialogues need an append-only template: the tokens of a longer dialogue begin with the tokens of a
+  shorter dialogue. `check_turns` checks this, or else the first call of `encode_reply`. If the
+  template trims messages, replies are trimmed; the policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -72,10 +73,10 @@ class HuggingFaceTokenizer:
         tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
         generation_config.json.
       prompt_format: "plain" or "chat".
-      system_prompt: message before the user's, in the chat format; none if empty.
+      system_prompt: the system message in the chat format; "" for none.
       chat_template: file, local or a URL, with a Jinja template that replaces the folder's. It can
         set variables, such as {% set enable_thinking = false %} in its first line. Or the name of
-        a template for dialogues, "qwen3_training" or "deepseek_r1_distill_training".
+        a template for dialogues: "qwen3_training" or "deepseek_r1_distill_training".
       tools: file, local or a URL, with a JSON list of the tools' schemas, as transformers'
         `apply_chat_template(tools=…)` takes them: the template shows them in every prompt. Or the
         name of an environment that has a tool, "python".
@@ -101,7 +102,7 @@ class HuggingFaceTokenizer:
     self._tokenizer, stop_ids = _read_folder(self._directory)
     ids = set(self._tokenizer.get_vocab().values())
     self.vocab_size = 1 + max(ids)
-    self._tools: dict[str, Any] = {}  # what the template gets besides messages
+    self._tools: dict[str, Any] = {}  # arguments of the template besides messages
     if self._chat:
       self._choose_template(chat_template)
       self._show_tools(tools)
@@ -127,7 +128,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Encodes the text as a prompt in `prompt_format`; a chat's text loses white space at its end.
+    """Encodes the text as a prompt in `prompt_format`; the chat format strips the text's end.
 
     Raises:
       ValueError: the chat template rejects the text.
@@ -135,7 +136,7 @@ class HuggingFaceTokenizer:
     return self._encode_prompt(text, self._messages(text.rstrip()))
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Encodes messages as a prompt, such as a dialogue's first; the template gets them unchanged.
+    """Encodes messages, which the template gets unchanged, as a prompt.
 
     `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
 
@@ -155,9 +156,10 @@ class HuggingFaceTokenizer:
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
     """Encodes the text between a policy's turn and the start of its next turn.
 
-    In the chat format: the token that ends a turn, unless `last_id` is it, then the separator, the
-    role's header, the reply, its end, and the next turn's start. A reply that spells a control
-    token stays text. In the plain format: the reply as it is, without special tokens.
+    In the chat format this text is the token that ends a turn, unless it is `last_id`, the
+    separator, the role's header, the reply, its end, and the next turn's start. A control token
+    that the reply spells stays text. In the plain format the text is the unchanged reply, without
+    special tokens.
 
     Args:
       reply: the environment's text.
@@ -175,11 +177,11 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: all roles of a run's replies, "user" or "tool", since they may follow one another.
+      roles: all roles that a run's replies have, "user" or "tool", since any may follow any other.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
-        special token, which is not in decoded texts.
+        special token. Decoded texts do not have special tokens.
     """
     for role in roles:
       check_reply_role(role)
@@ -196,7 +198,7 @@ class HuggingFaceTokenizer:
           )
 
   def _encode_prompt(self, text: str, messages: list[dict[str, str]]) -> list[int]:
-    """Encodes the text if the format is plain, else the messages."""
+    """Encodes the text in the plain format, the messages in the chat format."""
     matches = [self._control.search(message["content"]) for message in messages]
     if any(matches) and not self._warned:
       self._warned = True
@@ -217,9 +219,9 @@ class HuggingFaceTokenizer:
     return self._tokenizer.get_vocab()
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
-    """Decodes ids, for graders and readers; a space at their beginning stays.
+    """Decodes ids, for graders and readers; a space at the beginning stays.
 
-    Ids without a token and special tokens, except those around a thought, are dropped.
+    Ids without a token are dropped, and so are special tokens, except the tokens around a thought.
     """
     # A model's vocabulary may be larger than the tokenizer's.
     silent = () if with_special else self._silent
@@ -230,7 +232,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
   def _leading_ids(self) -> list[int]:
-    """Tokens to decode before a completion's, where the decoder drops a text's first space."""
+    """Tokens to decode before a completion's tokens, if the decoder drops a text's first space."""
     ids = self.encode("x")
     return ids if self._decode(ids + ids) == f"{self._decode(ids)} {self._decode(ids)}" else []
 
@@ -247,12 +249,12 @@ class HuggingFaceTokenizer:
     return self._turns
 
   def _control_tokens(self, text: str) -> re.Pattern[str]:
-    """Pattern of all control tokens and of the added tokens in a text that the template wrote."""
+    """A pattern that matches all control tokens, and the added tokens in the template's text."""
     names = sorted({*self._added_in(text)} - {*_THOUGHTS}, key=len, reverse=True)
     return re.compile("|".join([*map(re.escape, names), self._control.pattern]))
 
   def _added_in(self, text: str) -> list[str]:
-    """Added tokens in a text that the template wrote."""
+    """The added tokens of the form <…> in a text that the template wrote."""
     added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
     # Added tokens of some tokenizers include words and line breaks.
     return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
@@ -311,7 +313,7 @@ class HuggingFaceTokenizer:
       ) from error
 
   def _end_of_turn_id(self) -> int | None:
-    """Id of the token that the template writes after an assistant's message; None if none."""
+    """Id of the token that the template writes after an assistant's message; None without one."""
     messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": ANSWER}]
     _, answer, suffix = self._apply_template(messages, tokenize=False).rpartition(ANSWER)
     ids = self._tokenizer.encode(suffix.lstrip(), add_special_tokens=False) if answer else []
@@ -336,7 +338,7 @@ class HuggingFaceTokenizer:
       return []
     turns = [{"role": "assistant", "content": ANSWER}, *self._messages("6 times 8?")[-1:]]
     try:
-      # Without tools: it is the policy that writes <tool_call>, for the environment to read.
+      # Rendered without tools, since <tool_call> is no control token: the policy writes it.
       no_tools = dict.fromkeys(self._tools)
       messages = [*self._messages("6 times 7?"), *turns]
       text = self._apply_template(messages, tokenize=False, **no_tools)
@@ -372,7 +374,7 @@ def _import_libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """Returns the tokenizer and its stop ids: end of text, then generation_config.json's."""
+  """The tokenizer, and its stop ids: the end of text, then the ids in generation_config.json."""
   transformers, _ = _import_libraries()
   filesystem, source = locate(directory)
   with tempfile.TemporaryDirectory() as temporary:
@@ -400,7 +402,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
-  """Raises ValueError for an end of text that the library adds to the vocabulary."""
+  """Raises ValueError if tokenizer.json lacks the end of text, so that the library would add it."""
   import tokenizers
 
   path = folder / "tokenizer_config.json"

@@ -40,7 +40,7 @@ def jsonl(
   answer: str = "answer",
   solution: str = "",
 ) -> Task:
-  """Makes a task from a user's own files. A problem's reference has all fields of its line.
+  """Makes a task from a user's own files; a problem's reference has all fields of its line.
 
   Held-out problems come from a separate file, or are split off `train`: the problems whose
   questions have the smallest hashes, so that the order in the file does not matter. No line with a
@@ -58,8 +58,8 @@ def jsonl(
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If it
       is one field with a list of messages, {"role": …, "content": …}, these are the prompt.
     answer: field that becomes the reference's "answer"; "" if the grader needs none.
-    solution: template of a demonstration over the fields of a line; "" for none. A dot leads into
-      a field here, in `prompt` and in `answer`: "reward_model.ground_truth".
+    solution: template of a demonstration over the fields of a line; "" for none. In `prompt`,
+      `answer` and `solution`, a dot names a nested field: "reward_model.ground_truth".
   Raises:
     OSError: a file is missing or cannot be read.
     ValueError: a line is not a JSON object or lacks a field (the message names file and line), a
@@ -133,7 +133,7 @@ def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
 
 
 def _read_messages(row: Row, prompt: str) -> tuple[Mapping[str, str], ...]:
-  """The prompt's messages, if its template is one field with a list; () for a text."""
+  """The prompt's messages if the template `prompt` is one field with a list, else ()."""
   name = _ONE_FIELD.fullmatch(prompt)
   try:
     value = find_field(row.fields, name.group(1)) if name else ""

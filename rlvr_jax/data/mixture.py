@@ -23,7 +23,7 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Mixes several tasks; every stretch of train contains them in proportion to their weights.
+  """Mixes several tasks; every section of `train` has them in proportion to their weights.
 
   Each part is read in a random order without repetition until it is exhausted, then again in
   another order. Warm starts and held-out problems are concatenated in the order of the parts. No
@@ -32,8 +32,8 @@ def mixture(
 
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
-    weights: label → relative frequency, > 0; exact to 1 % of the smallest.
-    size: problems in an epoch of training; 0 for about enough to read every part once.
+    weights: label → relative frequency, > 0; the error is at most 1 % of the smallest.
+    size: problems in an epoch of training; 0 for about as many as read every part once.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
     ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is
@@ -52,7 +52,7 @@ def mixture(
 
 
 def order_seed(seed: int, label: str) -> int:
-  """Seed of the order of a part; independent of the other parts."""
+  """The seed of a part's order, which does not depend on the other parts."""
   return zlib.crc32(f"{seed} {label}".encode())
 
 

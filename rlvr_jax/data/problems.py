@@ -13,17 +13,17 @@ sys.set_int_max_str_digits(50_000)  # as in `workers.worker`: references have lo
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  question: str  # the prompt's text, before the tokenizer's chat template; or its messages' texts
-  answer: str  # the reference answer; "" if many answers are right and none is given
+  question: str  # the prompt's text, without a chat template; or the texts of `messages`
+  answer: str  # the reference answer; "" if many answers are right, and the source gives none
   solution: str  # demonstration for the warm start, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
-  # Of a demonstration of a dialogue, the turns before the solution: a text of the policy, a reply
+  # If the demonstration is a dialogue, its turns before `solution`: a text of the policy, a reply
   # of the environment, and so on.
   history: tuple[str, ...] = ()
   where: str = dataclasses.field(default="", compare=False)  # file and line, for error messages
-  # Of a prompt in the form of messages: {"role": "system", "user" …, "content": text}.
+  # The prompt's messages, {"role": "system" or "user" …, "content": text}; () if it is a text.
   messages: tuple[Mapping[str, str], ...] = ()
-  # Where `reference` names the problem's graders, as in mixtures, what stands inside; else None.
+  # The source's own reference, if `reference` wraps it with the names of graders, as in mixtures.
   inner: Mapping[str, Any] | None = None
 
   @property
@@ -53,7 +53,7 @@ class Task:
   warm_start: ProblemSource  # a small, fixed set with demonstrations
   held_out: ProblemSource
   grader: str  # "name(keyword=value)", or "my_module:function" for a user's own
-  # Of dialogues, the pass@1 of the best policy that there is, by its turns; None: unknown.
+  # For dialogues: number of turns → pass@1 of the best possible policy. None if unknown.
   best_play: Callable[[int], float] | None = None
 
   def most_common_answer_share(self) -> float:

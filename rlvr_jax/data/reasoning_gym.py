@@ -183,7 +183,7 @@ def _check_seeds(train_seed: int, warm_start_seed: int, held_out_seed: int) -> N
 
 
 def _check_reference(entries: Any, problem: Problem) -> None:
-  """Raises ValueError unless the answer scores 1 with a reference that went through JSON."""
+  """Raises ValueError unless the answer scores 1 with a reference that was read back from JSON."""
   dataset, answer = problem.reference["dataset"], problem.reference["answer"]
   try:
     reference = json.loads(json.dumps(problem.reference))

@@ -56,14 +56,14 @@ class _Indexed:
 
 
 class Chosen(_Indexed):
-  """Some problems of a larger source, read on access."""
+  """A selection of a larger source's problems, read on access."""
 
   def __init__(self, read: Callable[[int], Problem], indices: np.ndarray, keys: np.ndarray):
     """Initializes the selection.
 
     Args:
       read: index in the larger source → problem.
-      indices: i64[n], of the chosen problems in `read`, in order.
+      indices: i64[n], indices of the chosen problems in the larger source, in order.
       keys: U16[n], `question_key` of each problem's question.
     """
     self._read, self._indices, self._keys = read, indices, keys
@@ -105,7 +105,7 @@ class Chosen(_Indexed):
 
 
 class Candidates:
-  """Problems generated from one seed; candidates i + k·size replace candidate i if it is taken."""
+  """Problems generated from one seed; candidate i + k·size may replace candidate i."""
 
   def __init__(self, generate: Callable[[int], Problem], size: int, what: str):
     """Initializes the candidates.
@@ -158,7 +158,7 @@ class Generated(_Indexed):
     return self._change(self._candidates.first_not_in(self._excluded, index))
 
   def without(self, questions: QuestionKeys) -> Generated:
-    """The source without `questions`, which must include the questions excluded so far."""
+    """The source without `questions`, which must include all questions that it already excludes."""
     return Generated(self._candidates, questions, self._change)
 
   def map(self, change: Change) -> Generated:
@@ -189,7 +189,7 @@ def shuffle_endlessly(source: ProblemSource, seed: int) -> grain.MapDataset[Prob
 
 
 class Mixed(_Indexed):
-  """Sources interleaved by their weights, each read as by `shuffle_endlessly`."""
+  """Sources that are interleaved by weight; `shuffle_endlessly` orders each source."""
 
   def __init__(
     self,

@@ -1,4 +1,4 @@
-"""Stop strings: where a policy's turn ends by its text, found between bursts of decoding."""
+"""Stop strings: texts that end a policy's turn, searched for between bursts of decoding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def find_stop(
 ) -> int | None:
   """Finds the smallest n for which the text of the first n ids contains a stop string.
 
-  The string may begin in one token and end within another, which is kept complete. Only the end of
-  `ids` is decoded: the new ids and those before them that a stop string can begin in.
+  The string may begin within one token and end within another; the latter is kept whole. Only the
+  end of `ids` is decoded: the new ids, and the ids before them in which a stop string can begin.
 
   Args:
     tokenizer: `decode` is used.
     ids: token ids of a policy's turn so far.
-    stop_strings: any of them ends the turn; `check_stop_strings` accepts them.
-    searched: how many of the first ids contain no stop string, by earlier calls.
+    stop_strings: strings that `check_stop_strings` accepts; any of them ends the turn.
+    searched: number of ids at the beginning in which earlier calls found no stop string.
   Returns:
     n > searched, the number of ids to keep; None if the text contains no stop string.
   """
@@ -30,19 +30,19 @@ def find_stop(
     return None
   start = _window(tokenizer, ids, max(map(len, stop_strings)) + _SLACK, searched)
   stop = _scan(tokenizer, ids, stop_strings, start, searched)
-  # Some decoders treat a run of bytes as a whole, so that the end alone may read otherwise.
+  # Some decoders decode a run of bytes as a whole, so the end alone may give another text.
   if start and stop is not None and not _contains(tokenizer.decode(ids[:stop]), stop_strings):
     return _scan(tokenizer, ids, stop_strings, 0, searched)
   return stop
 
 
 def _window(tokenizer: Tokenizer, ids: Sequence[int], characters: int, searched: int) -> int:
-  """Largest of some starts from which ids up to `searched` decode to enough characters."""
+  """An index ≤ `searched` such that the ids from it to `searched` decode to enough characters."""
   size = characters
-  more = 1  # doubled, so that ids without any character cost no more than decoding them twice
+  more = 1  # doubles, so that even ids without characters are decoded about twice at most
   while size < searched:
     text = tokenizer.decode(ids[searched - size : searched])
-    # Neither within a character, nor within a run of bytes that decodes as a whole.
+    # The text must not start within a character, nor within a run of bytes that decodes as a whole.
     if len(text) >= characters and text[0] != _BROKEN:
       return searched - size
     size += more if len(text) >= characters else size
@@ -54,7 +54,7 @@ def _scan(
   tokenizer: Tokenizer, ids: Sequence[int], stop_strings: Sequence[str], start: int, searched: int
 ) -> int | None:
   text = tokenizer.decode(ids[start:])
-  # Without broken characters, text only grows with the ids: the last one tells of all.
+  # Without broken characters, more ids only add text, so the longest text contains all the others.
   if not _contains(text, stop_strings) and _BROKEN not in text:
     return None
   ends = range(searched + 1, len(ids) + 1)

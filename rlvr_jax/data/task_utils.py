@@ -58,7 +58,7 @@ class _Template(string.Formatter):
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
-  """Fills in the fields of a template, by name or as in `find_field`; errors list all fields."""
+  """The template with its fields filled in, which `find_field` finds; errors list all fields."""
   try:
     specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
     width = max(map(int, re.findall(r"\d+", specs)), default=0)
@@ -88,21 +88,21 @@ def check_available(owner: str, name: str, size: int, available: int) -> None:
 
 
 def unify_graders(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """Returns one grader for several tasks, and the change that each task's problems need for it."""
+  """One grader for several tasks, and for each task the change that its problems need for it."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
   return BY_REFERENCE, [functools.partial(_add_grader_name, grader=grader) for grader in graders]
 
 
 def _add_grader_name(problem: Problem, grader: str) -> Problem:
-  """Returns the problem with the name of its grader around its reference."""
+  """The problem with a reference that names its grader, and contains its own reference."""
   if grader == BY_REFERENCE:
     return problem
   return problem.wrap({"grader": grader, "reference": problem.reference})
 
 
 def warn_of_common_answer(task: Task) -> Task:
-  """Returns the task; logs a warning if a constant answer would score."""
+  """Returns the task; logs a warning if a constant answer solves many held-out problems."""
   share = task.most_common_answer_share()
   is_shared = share * len(task.held_out) > 1.5  # of a few problems one is a large share
   if is_shared and share > _COMMON_ANSWER_SHARE:

@@ -17,11 +17,12 @@ _PAD, _END = "<|pad|>", "<|end|>"  # special tokens of `ByteTokenizer`
 class Tokenizer(Protocol):
   """Protocol of a tokenizer.
 
-  A prompt is encoded once. The ids of a completion are decoded for graders and readers, and that
-  text is never encoded again. In a dialogue the tokens of a reply are appended to the policy's.
+  A prompt is encoded once. The ids of a completion are decoded for graders and readers, and this
+  text is never encoded again. In a dialogue the tokens of a reply are appended to the policy's
+  tokens.
   """
 
-  vocab_size: int  # ids are below it; the model's V is at least this
+  vocab_size: int  # all ids are below it; the model's V is at least as large
   pad_id: int
   stop_ids: tuple[int, ...]  # generation ends at any of these; the first ends a demonstration
 
@@ -47,8 +48,8 @@ class Tokenizer(Protocol):
     Args:
       reply: the environment's text.
       role: "user" or "tool", for chat templates.
-      last_id: the last token id of the policy's turn; if it does not end the turn, the format's end
-        of a turn comes first.
+      last_id: the last token id of the policy's turn. If it is not the token that ends a turn, that
+        token is encoded first.
     Raises:
       ValueError: the role is unknown, or `check_turns` refuses it.
     """
@@ -58,17 +59,17 @@ class Tokenizer(Protocol):
     """Checks that dialogues with these roles of replies and these stop strings are possible.
 
     Raises:
-      ValueError: a role is unknown, the format's tokens cannot be appended to, or a stop string
+      ValueError: a role is unknown, the prompt format does not allow appending, or a stop string
         can never be found.
     """
     ...
 
   def vocabulary(self) -> Mapping[str, int]:
-    """Returns the id of every token, under a spelling that tokenizers can be compared by."""
+    """Spelling → id of every token; equal tokens of two tokenizers have equal spellings."""
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
-    """Decodes ids; omits special tokens, unless a reader is to see them."""
+    """Decodes ids, without special tokens unless `with_special`."""
     ...
 
 
@@ -79,7 +80,7 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-  """Raises ValueError unless messages with known roles and texts ask the policy for an answer."""
+  """Raises ValueError unless all messages have a known role and a text, and the policy is next."""
   for message in messages:
     pairs = message.items() if isinstance(message, Mapping) else ()
     fields = {key: value for key, value in pairs if value is not None}
@@ -96,13 +97,13 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_reply_role(role: str) -> None:
-  """Raises ValueError unless replies can have the role."""
+  """Raises ValueError unless `role` is one of `REPLY_ROLES`."""
   if role not in REPLY_ROLES:
     raise ValueError(f"role = {role!r} of a reply is unknown; choose one of {list(REPLY_ROLES)}")
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
-  """Raises ValueError if a stop string can never be found, or always is."""
+  """Raises ValueError if a stop string is empty, no text, or can never be found."""
   if isinstance(stop_strings, str):
     raise ValueError(f"stop strings are {stop_strings!r}; give a sequence: ({stop_strings!r},)")
   for stop in stop_strings:
@@ -137,7 +138,7 @@ class ByteTokenizer:
     return self.encode_prompt(join_messages(messages))
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Returns the bytes of the reply as it is; its text brings its own separators."""
+    """Returns the bytes of the unchanged reply, whose text has its own separators."""
     check_reply_role(role)
     return self.encode(reply)
 
@@ -157,11 +158,11 @@ class ByteTokenizer:
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
   def huggingface_files(self) -> dict[str, bytes]:
-    """Files from which Hugging Face's libraries load this tokenizer, name → content.
+    """Name → content of files from which Hugging Face's libraries load this tokenizer.
 
-    Their tokenizer gives the same ids and texts, except for a text that spells a special token,
-    "<|pad|>" or "<|end|>": it encodes that as one id unless `split_special_tokens` is set, and this
-    class as its bytes.
+    Their tokenizer gives the same ids and texts, except if a text spells a special token, "<|pad|>"
+    or "<|end|>". It encodes this as one id unless `split_special_tokens` is set; this class encodes
+    it as bytes.
     """
     special = {_PAD: self.pad_id, _END: self.stop_ids[0]}
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
@@ -190,7 +191,7 @@ class ByteTokenizer:
 
 
 def _byte_letters() -> dict[str, int]:
-  """Map from the letter that stands for a byte in a byte-level tokenizer.json to the byte.
+  """Letter → the byte that it stands for in a byte-level tokenizer.json.
 
   Printable Latin-1 letters stand for themselves; letters from U+0100 on stand for the other bytes.
   Source: "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019), code.
@@ -227,8 +228,7 @@ def encode_first_turn(
     problem: the problem, whose question is the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
     max_prompt_length: S, in tokens.
-    first_messages: the first messages of an environment that asks in its own words, in place of the
-      question.
+    first_messages: the messages with which the environment replaces the question, if it does.
   Raises:
     PromptError: the question is empty, or the prompt has no tokens or more than S.
   """

@@ -34,10 +34,10 @@ def tour(
   """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
-  and "=". The response is the cells after the start, each a neighbor above, below, left or right of
-  the one before, and ends on the last goal. Any such walk is right if it has at most `slack` times
-  the cells of a shortest one; white space is ignored. Demonstrations have one line per goal, make
-  detours, and may exceed the limit.
+  and "=". The response is the cells after the start, each a neighbor (above, below, left or right)
+  of the previous cell, and ends on the last goal. Any such walk is right if it has at most `slack`
+  times the cells of a shortest walk; white space is ignored. Demonstrations have one line per goal,
+  make detours, and may exceed the limit.
 
   Args:
     width: width of the grid in cells, 3 … 8.
@@ -49,7 +49,7 @@ def tour(
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
       `make_seeded_task` and `make_task`.
   Raises:
-    ValueError: an argument is out of range, or no problem fits them.
+    ValueError: an argument is out of range, or no problem satisfies them.
   """
   check_integer("tour", "width", width, low=3, high=8)
   check_integer("tour", "goals", goals, low=1)
@@ -152,7 +152,7 @@ def _grid(width: int) -> _Grid:
 
 
 def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
-  """Bit sets of the cells 0, 1, 2, … steps from a goal; fast, since a task does 80,000 searches."""
+  """Bit sets of the cells that are 0, 1, 2, … steps from a goal."""
   grid = _grid(width)
   unvisited = grid.all & ~sum(1 << cell for cell in walls)
   rings = []
@@ -167,7 +167,7 @@ def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
 
 
 def _step_count(cell: int, rings: Sequence[int]) -> int | None:
-  """Number of steps from a cell to the goal of the rings; None if no path exists."""
+  """The number of steps from a cell to the goal of `rings`; None if no path exists."""
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 

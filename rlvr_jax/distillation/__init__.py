@@ -1,4 +1,4 @@
-"""A teacher's part in an update: terms that its distribution adds to advantages or the loss."""
+"""Distillation: terms that a teacher's distribution adds to the advantages or to the loss."""
 
 from rlvr_jax.distillation.base import Distillation as Distillation
 from rlvr_jax.distillation.estimate import kl_estimate as kl_estimate

@@ -19,8 +19,8 @@ class Distillation(NamedTuple):
   """A teacher's part in an update; τ is the teacher's distribution, a constant.
 
   Attributes:
-    advantage: (policy_logprobs f32[P, G, T], batch) → f32[P, G, T], nats, constant for
-      differentiation: the term added to every token's coefficient, for any loss. None: no term.
+    advantage: (policy_logprobs f32[P, G, T], batch) → the term that is added to each token's
+      coefficient, for any loss: f32[P, G, T], nats, constant for differentiation. None: no term.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
       of the reward. None: no losses. Both terms are 0 where masked.
     divergence: the divergence of the whole distributions that the forward pass computes at each
@@ -42,11 +42,11 @@ class Distillation(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """Log-probabilities of the same tokens, [P, G, T] in at least float32, nats; 0 where masked."""
+  """Log-probabilities under three policies, [P, G, T], at least float32, nats; 0 where masked."""
 
   policy: Array  # log π
   behavior: Array  # log β, constant for differentiation
-  teacher: Array  # log τ, likewise
+  teacher: Array  # log τ, constant for differentiation
   mask: Array
 
   @property

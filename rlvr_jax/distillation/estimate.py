@@ -14,11 +14,12 @@ ESTIMATORS = ("k2", "k3", "k3+")
 
 
 def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distillation:
-  """ℓ = k2 or k3 of the sampled token; the gradient is taken through the estimate itself.
+  """The loss ℓ = k2 or k3 of the sampled token, differentiated through the estimate itself.
 
   For tokens that π has just sampled, the expected gradient of k2 = (log π − log τ)²/2 is the
-  gradient of KL(π‖τ). The expected gradient of k3 = τ/π − 1 − log(τ/π) is that of the *forward*
-  divergence KL(τ‖π), although the value of k3 estimates KL(π‖τ). There is no weight for staleness.
+  gradient of KL(π‖τ). The expected gradient of k3 = τ/π − 1 − log(τ/π) is the gradient of the
+  *forward* divergence KL(τ‖π), although the value of k3 estimates KL(π‖τ). There is no weight for
+  staleness.
   k1 is refused: its expected gradient is 0.
 
   Args:
@@ -32,7 +33,7 @@ def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distill
     check_between("kl_estimate", "bound", bound, low=0.0, open_low=True)
   if estimator == "k1":
     raise ValueError(
-      "kl_estimate: estimator = 'k1' as a loss has no teacher in its expected gradient, which is 0;"
+      "kl_estimate: estimator = 'k1' as a loss has an expected gradient of 0, whatever the teacher;"
       " choose 'k2', or the advantage of opd"
     )
   check_choice("kl_estimate", "estimator", estimator, ESTIMATORS)

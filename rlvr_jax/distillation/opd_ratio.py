@@ -1,4 +1,4 @@
-"""On-policy distillation as a loss of the ratio; drops tokens that have become improbable."""
+"""On-policy distillation as a loss in the ratio, without tokens that have become improbable."""
 
 from __future__ import annotations
 

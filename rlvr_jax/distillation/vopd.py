@@ -10,9 +10,9 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def vopd(*, top_k: int = 0) -> Distillation:
-  """Adds sg(log τ − log π) + sg(KL(π‖τ)) of the token, which has the mean 0, to A_t.
+  """Adds sg(log τ − log π) + sg(KL(π‖τ)) at each token t, a term with mean 0, to A_t.
 
-  The KL is a function of the prefix alone, so the expected gradient is that of `opd`, at any
+  The KL depends on the prefix alone, so the expected gradient equals that of `opd`, at any
   staleness, with less variance.
 
   Args:

@@ -1,6 +1,6 @@
 """The interface of an environment, and the check of what it returns.
 
-An environment answers one policy in one rollout. Its factory is called once per rollout, with
+An environment answers the policy in one rollout. Its factory is called once per rollout, with
 hyper-parameters as keywords:
 
     class Echo:
@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from rlvr_jax.ops.checks import MAX_SCORE, is_score
 from rlvr_jax.workers.worker import Stopped
 
-MAX_REPLY = 2**20  # bytes of a reply, in UTF-8
-ROLES = ("user", "tool")  # of a reply
+MAX_REPLY = 2**20  # the most bytes of a reply, in UTF-8
+ROLES = ("user", "tool")  # roles that a reply may have
 
 # "question", "answer" and "reference" of the problem; JSON-serializable.
 Problem: TypeAlias = Mapping[str, Any]
@@ -48,13 +48,13 @@ Grade: TypeAlias = Callable[[str], tuple[str, float, str]]
 class Turn(NamedTuple):
   """An environment's turn: its reply, or the end of the dialogue."""
 
-  reply: str = ""  # not read when done; bytes are decoded as UTF-8
-  done: bool = False
-  # Of the dialogue, when done; None: the task's grader judges it. Otherwise of the policy's turn
-  # alone: no reward, but what an advantage of turns such as `mt_grpo` compares.
+  reply: str = ""  # ignored if done; bytes are decoded as UTF-8
+  done: bool = False  # whether the dialogue ends
+  # If done: the score of the dialogue; None: the task's grader judges the dialogue. Else: the score
+  # of the policy's turn, which is no reward, but which an advantage such as `mt_grpo` compares.
   score: float | None = None
-  role: str = "user"  # of the reply, for chat templates: "user" or "tool"
-  correct: bool | None = None  # if there is a score; None: a score of 1 or more is correct
+  role: str = "user"  # role of the reply in chat templates: "user" or "tool"
+  correct: bool | None = None  # read if there is a score; None: a score of 1 or more is correct
 
   @property
   def is_correct(self) -> bool:
@@ -73,7 +73,7 @@ class Refused(Stopped):
 class TimedOut(Stopped):
   """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
 
-  An environment with a limit of its own spares its process, which the pool's limit kills.
+  An environment may raise it at a limit of its own; the pool's limit would kill the process.
   """
 
   kind = "timeout"

@@ -15,7 +15,7 @@ def parse_environment(field: str, text: str) -> specs.Spec:
   """Parses and checks the string of an environment; only the workers import a user's module.
 
   Args:
-    field: start of the error messages, such as "config.environment.name".
+    field: start of error messages, such as "config.environment.name".
     text: the string.
   Raises:
     ValueError: the text is not a component's string, or has an unknown name, or hyper-parameters
@@ -28,7 +28,7 @@ def parse_environment(field: str, text: str) -> specs.Spec:
 
 
 def tries_of(spec: specs.Spec) -> Any:
-  """The value of `tries` of one of the package's environments; None if it has no such parameter."""
+  """The number of tries of one of the package's environments; None without this parameter."""
   if ":" in spec.name:
     return None
   parameter = inspect.signature(getattr(environments, spec.name)).parameters.get("tries")
@@ -46,8 +46,8 @@ def make_environment(
     grade: the task's grader for the rollout's problem, for a factory with a keyword `grade`.
     deadline_s: limit of a turn, for a factory with a keyword `deadline_s`.
   Raises:
-    ValueError: `parse_environment` raises it; the module or factory does not exist; the factory
-      raises it, does not return an environment, or needs `grade`, which is None.
+    ValueError: see `parse_environment`; or the module or factory does not exist; or the factory
+      raises ValueError, does not return an environment, or needs `grade`, which is None.
   """
   owner = f"{field} = {text!r}"
   spec = specs.parse(field, text)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-# The values of a call in tags may contain any tag, so each ends where only its end can follow.
+# Values may contain any tag, so a value ends only at a closing tag that the next tag can follow.
 _FUNCTION = re.compile(rf"<function=([^<>\s]+)>(.*?)</function>\s*(?={_END}|\Z)", re.DOTALL)
 _PARAMETER = re.compile(
   r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL
@@ -43,7 +43,7 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
   answer = without_thoughts(text).strip()
   found, at = None, answer.find(_BEGIN)
   has_tag = at >= 0
-  while at >= 0:  # a tag within a call's own text is skipped with it
+  while at >= 0:  # tags within the text of a call are skipped
     call, end = _read(answer, at + len(_BEGIN))
     found = call or found
     at = answer.find(_BEGIN, end)
@@ -57,7 +57,7 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
 
 
 def _read(text: str, start: int) -> tuple[Call | None, int]:
-  """The call that begins at `start`, if there is one, and the index behind what was read."""
+  """(the call that begins at `start`, or None; the index after the text that was read)."""
   start = len(text) - len(text[start:].lstrip())
   if in_tags := _FUNCTION.match(text, start):
     return Call(in_tags[1], dict(_PARAMETER.findall(in_tags[2]))), in_tags.end()

@@ -17,7 +17,7 @@ from rlvr_jax.workers.process import Service, Session, StartError, check_variabl
 from rlvr_jax.workers.worker import Ask
 
 FIELD = "environment"  # start of messages about the environment's string
-_GRADE_S = 3600.0  # limit for a grade
+_GRADE_S = 3600.0  # the most seconds for a grade
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 # From texts and references to a future of their grades, which have `outcome`, `score`, `detail` and
@@ -28,8 +28,8 @@ SubmitGrades: TypeAlias = Callable[[Sequence[str], Sequence[Any]], "Future[Any]"
 class Started(NamedTuple):
   """A dialogue that has begun."""
 
-  dialogue: Session  # for `EnvironmentPool.step`
-  messages: Sequence[Message] | None  # of the prompt; None: the problem's own prompt
+  dialogue: Session  # the dialogue that `EnvironmentPool.step` takes
+  messages: Sequence[Message] | None  # messages of the prompt; None: the problem's own prompt
 
 
 class EnvironmentStartError(StartError):
@@ -40,9 +40,9 @@ class EnvironmentStartError(StartError):
 
 
 class Environments:
-  """A worker process's `workers.worker.Program`: it keeps the environments of the dialogues.
+  """The `workers.worker.Program` of a worker: it keeps the environments of the dialogues.
 
-  It makes the environment once at the start, so that a mistake ends the worker's start.
+  It makes one environment at its start, so that a mistake is found then.
   """
 
   def __init__(self, ask: Ask, *, environment: str, deadline_s: float, has_grade: bool):
@@ -51,11 +51,11 @@ class Environments:
 
     self._ask = ask if has_grade else None
     self._make = functools.partial(make_environment, FIELD, environment, deadline_s=deadline_s)
-    self._environments: dict[int, Environment] = {}  # by session
+    self._environments: dict[int, Environment] = {}  # environments by session
     self.ready = base.declared_roles(self._make(refuse if has_grade else None))
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Resets the environment of a dialogue, or makes its step."""
+    """Resets a dialogue's environment, or makes its step: (reply, whether it is the last reply)."""
     if "problem" in request:
       grade = None if self._ask is None else functools.partial(_grade, self._ask, session)
       environment = self._environments[session] = self._make(grade)
@@ -74,7 +74,7 @@ class Environments:
 
 
 def _grade(ask: Ask, session: int, text: str) -> tuple[str, float, str]:
-  """The `grade` of an environment."""
+  """The grade of a text, (outcome, score, feedback): the function `grade` of an environment."""
   try:
     outcome, score, feedback = ask(session, base.clean("grade is called with text", text), _GRADE_S)
   except RuntimeError as error:
@@ -103,7 +103,7 @@ class EnvironmentPool(PoolOwner):
       `workers.worker.waiting`, has separate limits.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     startup_timeout_s: limit for a worker to start, seconds.
-    variables: added to the workers' environment variables.
+    variables: environment variables that are added for the workers.
     grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that takes over
       an hour is a timeout; the grader's own limits are shorter.
   Attributes:
@@ -189,13 +189,13 @@ class EnvironmentPool(PoolOwner):
 
 
 def _ask_grade(submit: SubmitGrades, reference: Any, text: str) -> Future[Any]:
-  """The grade of a text as an environment gets it, [outcome, score, feedback]."""
+  """A future of a text's grade, in the form that environments get: [outcome, score, feedback]."""
   answer: Future[Any] = Future()
 
   def take(done: Future[Any]) -> None:
     try:
       (grade,) = done.result(0)
-      if grade.outcome == "crashed":  # no verdict, and no policy can cause that
+      if grade.outcome == "crashed":  # there is no verdict, and the policy is not to blame
         raise RuntimeError(grade.detail)
       answer.set_result([str(grade.outcome), float(grade.score), str(grade.feedback)])
     except Exception as error:

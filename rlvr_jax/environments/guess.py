@@ -11,12 +11,12 @@ import re
 from rlvr_jax.environments.base import Environment, Problem, Turn
 from rlvr_jax.ops.checks import check_integer, check_order
 
-# Longer ones are in no range, and the conversion of long texts to integers is slow.
+# Longer integers are out of every range, and converting long texts to integers is slow.
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 
 class _Guess:
-  """One number to guess."""
+  """The dialogue about one number to guess."""
 
   def __init__(self, low: int, high: int, words: tuple[str, str, str]):
     self._low = low
@@ -25,7 +25,7 @@ class _Guess:
     self._number = low
 
   def reset(self, problem: Problem, seed: int) -> None:
-    """Draws the number, of the seed alone, so that all rollouts of a group have the same."""
+    """Draws the number from the seed alone: all rollouts of a group have the same number."""
     del problem
     digest = hashlib.sha256(f"guess {seed}".encode()).digest()
     self._number = self._low + int.from_bytes(digest) % (self._high - self._low + 1)
@@ -45,7 +45,7 @@ class _Guess:
 def guess(
   *, low: int = 1, high: int = 31, higher: str = ">", lower: str = "<", invalid: str = "?"
 ) -> Environment:
-  """A number in [low, high], uniform and drawn from the seed; the right guess ends it with score 1.
+  """Asks for a number, uniform in [low, high]; the right guess ends the dialogue with score 1.
 
   The policy's text is a decimal integer; space around it is ignored. The question of the problem is
   the prompt. The default replies have one byte, for tiny policies on bytes.

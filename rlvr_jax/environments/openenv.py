@@ -6,9 +6,9 @@ A dialogue is a session of the server, a WebSocket at URL/ws. Both sides send JS
     {"type": "observation", "data": {"observation": {…}, "reward": 0.5, "done": false}}
     {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "…"}}
 
-Source: `openenv.core.env_server` of openenv 0.10. We do not use that package's client, which loads
-web frameworks and would take each process seconds at its start, and which continues a lost
-connection in a new session without a reset.
+Source: `openenv.core.env_server` of openenv 0.10. We do not use that package's client: it loads web
+frameworks, which would take each process seconds at its start, and it continues a lost connection
+in a new session without a reset.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rlvr_jax.workers.worker import waiting
 if TYPE_CHECKING:
   import aiohttp
 
-TEXT = "{text}"  # in an action, stands for the policy's text
+TEXT = "{text}"  # stands for the policy's text in an action
 SCORES = ("sum", "last")
-MAX_MESSAGE = 16 * 2**20  # bytes of a message of the server
-_MARGIN_S = 5.0  # after the limit of a wait, until the pool ends it
-_PAUSE_S = 0.2  # between two tries to open a session
-_MAX_SHOWN = 300  # characters of what the server has sent, in messages
-_FIELD = re.compile(r"\{(\w+(?:\.\w+)*)\}")  # of an observation, in a reply's template
+MAX_MESSAGE = 16 * 2**20  # the most bytes of a message of the server
+_MARGIN_S = 5.0  # seconds after the limit of a wait, before the pool ends the wait
+_PAUSE_S = 0.2  # seconds between two tries to open a session
+_MAX_SHOWN = 300  # the most characters of the server's text in a message
+_FIELD = re.compile(r"\{(\w+(?:\.\w+)*)\}")  # a field of the observation in a reply's template
 
 Result = TypeVar("Result")
 
@@ -181,7 +181,9 @@ def _network() -> _Network:
   async def refuse_redirect(_session: Any, _context: Any, params: Any) -> None:
     params.response.close()
     target = _shorten(params.response.headers.get("Location", "")).strip("'")
-    raise ServerError(f"{params.url} redirects to {target}: give that as url, if you trust it")
+    raise ServerError(
+      f"{params.url} redirects to {target}: give that address as url if you trust it"
+    )
 
   async def open_http() -> aiohttp.ClientSession:
     trace = aiohttp.TraceConfig()
@@ -201,17 +203,17 @@ def _run(coroutine: Coroutine[Any, Any, Result], limit_s: float) -> Result:
 
 
 class _Session:
-  """A session of the server; coroutines for the network's thread."""
+  """A session of the server; its coroutines run in the network's thread."""
 
   def __init__(self, url: str, limit_s: float):
     self._url, self._limit_s = url, limit_s
     self._socket: aiohttp.ClientWebSocketResponse | None = None
     self._reader: asyncio.Task[None] | None = None
     self._received: asyncio.Queue[str | Exception] = asyncio.Queue()
-    self.refusal = ""  # why there was no session at the last try
+    self.refusal = ""  # why the last try to open a session failed
 
   async def begin(self, data: Mapping[str, Any]) -> _Answer:
-    """Opens the session and resets it; tries again while the server has none."""
+    """Opens the session and resets it; tries again while the server has no free session."""
     while True:
       try:
         await self._connect()
@@ -225,7 +227,7 @@ class _Session:
     import aiohttp
 
     try:
-      # A server whose program hangs answers pings. One that answers none has failed.
+      # A server whose program hangs still answers pings; without such answers it has failed.
       self._socket = await _network().http.ws_connect(
         f"{self._url}/ws", max_msg_size=MAX_MESSAGE, heartbeat=self._limit_s / 2
       )
@@ -237,7 +239,7 @@ class _Session:
   async def _read(
     self, socket: aiohttp.ClientWebSocketResponse, received: asyncio.Queue[str | Exception]
   ) -> None:
-    """Receives until the connection ends; between turns too, so that pings are answered."""
+    """Receives messages until the connection ends, also between turns: this answers pings."""
     import aiohttp
 
     try:
@@ -248,7 +250,7 @@ class _Session:
       reason = f"the server ended the connection: {socket.exception() or socket.close_code}"
       if message.type is aiohttp.WSMsgType.BINARY:
         reason = "the server's answer is bytes, expected text"
-    except Exception as error:  # otherwise `ask` would wait for nothing
+    except Exception as error:  # otherwise `ask` would wait in vain
       reason = f"the connection was lost: {type(error).__name__}: {error}"
     received.put_nowait(ServerError(reason))
 
@@ -294,7 +296,9 @@ class _OpenEnv:
       try:
         data[name.rpartition(".")[2]] = _find(fields, name)
       except ServerError:
-        raise ValueError(f"openenv: reset has {name!r}, the problem {sorted(fields)}") from None
+        raise ValueError(
+          f"openenv: reset has {name!r}, but the problem has only {sorted(fields)}"
+        ) from None
     try:
       answer = self._wait(self._session.begin(data))
     except TimeoutError:
@@ -302,7 +306,7 @@ class _OpenEnv:
       raise ServerError(
         f"{self._options.url}: no session within {self._options.deadline_s:g} s: {reason}"
       ) from None
-    except (Refused, TimedOut) as error:  # no text of the policy is in it
+    except (Refused, TimedOut) as error:  # a reset contains no text that could be at fault
       raise ServerError(str(error)) from None
     if answer.done:
       raise ServerError("the server's reset has ended the episode")
@@ -340,7 +344,7 @@ class _OpenEnv:
       return _run(request, limit_s)
 
   def close(self) -> None:
-    """Ends the session; does not wait for that."""
+    """Ends the session; does not wait for the end."""
     asyncio.run_coroutine_threadsafe(self._session.close(), _network().loop)
 
 
@@ -352,7 +356,7 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
   """JSON schema of the server's actions.
 
   Raises:
-    ValueError: the server does not give it.
+    ValueError: the server does not give the schema.
   """
 
   async def fetch() -> Any:
@@ -380,7 +384,7 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
 def _check_action(action: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
   """Raises ValueError if the server's actions have other fields than `action`."""
   fields = schema.get("properties", {}).keys() - {"metadata"}
-  if not fields:  # a server of tools, whose actions are of several kinds
+  if not fields:  # a server of tools has several kinds of actions
     return
   unknown = action.keys() - fields - {"metadata"}
   missing = set(schema.get("required", ())) - action.keys()
@@ -412,13 +416,13 @@ def openenv(
   A run repeats bit for bit if the server does: it gets the seed, and its replies may depend only on
   seed, `reset` and actions. An answer has this meaning:
 
-  * an observation is a reply, or with done the end of the dialogue. The score comes from the
+  * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader judges.
   * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
     without a match of `pattern`.
-  * a step without an answer in time, of a server that answers pings, counts against the text; so
+  * a step without an answer in time, while the server answers pings, counts against the text; so
     does an answer of over 16 MiB.
-  * any other error, a lost connection, or what is not the protocol is the environment's fault.
+  * any other error, a lost connection, or a violation of the protocol is the environment's fault.
 
   Args:
     url: the url of the server, "http://HOST:PORT" or https.
@@ -429,10 +433,10 @@ def openenv(
     prompt: template of the first message, from the observation of the reset; "" for the problem's
       own prompt.
     reset: fields of the problem that the server's reset gets besides the seed, such as ("index",):
-      "question", "answer", or one of the reference; "extra.index" is within others.
-    pattern: regular expression; the text of the action is its last match's first group, or the
-      match. "": the policy's complete turn.
-    score: "sum" of the rewards, or the "last" one.
+      "question", "answer", or a field of the reference; "extra.index" is a field within "extra".
+    pattern: regular expression; the text of the action is the first group of its last match, or
+      the whole match. "": the policy's complete turn.
+    score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
     deadline_s: limit of the run for a reset or step, seconds.
   Raises:
@@ -457,7 +461,7 @@ def openenv(
 
 
 def _check_options(options: _Options) -> None:
-  """Raises ValueError for arguments that cannot be meant."""
+  """Raises ValueError for invalid hyper-parameters."""
   parts = urlsplit(options.url)
   if parts.scheme not in ("http", "https") or not parts.hostname:
     raise ValueError(f"openenv: url = {options.url!r} is no address such as http://127.0.0.1:8000")

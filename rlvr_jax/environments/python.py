@@ -11,8 +11,8 @@ from rlvr_jax.environments.calls import Call, find_call, without_thoughts
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.worker import waiting
 
-_MAX_WAIT_S = 3600.0  # for the programs of other dialogues, each of which has its own limit
-_NAME = "python"  # of the tool
+_MAX_WAIT_S = 3600.0  # wait for programs of other dialogues, each of which has its own limit
+_NAME = "python"  # the name of the tool
 _NO_OUTPUT = "[no output]"
 
 
@@ -51,7 +51,7 @@ class _Python:
     del problem, seed
 
   def step(self, text: str) -> Turn:
-    """Runs the program of the policy's text."""
+    """Runs the program in the policy's text, and replies with its output."""
     try:
       source = _find_program(text)
     except ValueError as error:
@@ -72,11 +72,11 @@ class _Python:
 
 
 def _find_program(text: str) -> str | None:
-  """The program of the last tool call, or else the last fenced one; None if there is none.
+  """The program of the last tool call, or else the last fenced program; None if there is none.
 
   Raises:
-    ValueError: the call names another tool or has no program, or there is nothing but a call that
-      cannot be read.
+    ValueError: the call names another tool or has no program; or a call cannot be read, and there
+      is no fenced program.
   """
   fenced = extract_program(text)
   try:
@@ -84,7 +84,7 @@ def _find_program(text: str) -> str | None:
   except ValueError:
     if fenced is None:
       raise
-    return fenced  # the tag is of a program or of prose, and no call
+    return fenced  # the tag belongs to a program or to prose, not to a call
   return fenced if call is None else _program_of(call)
 
 
@@ -92,7 +92,7 @@ def _program_of(call: Call) -> str:
   """The program of a tool call.
 
   Raises:
-    ValueError: it calls another tool, or has no program.
+    ValueError: the call names another tool, or has no program.
   """
   source = call.arguments.get("code")
   if call.name != _NAME or not isinstance(source, str):
@@ -101,7 +101,7 @@ def _program_of(call: Call) -> str:
 
 
 def _describe(result: dict[str, Any], options: _Options) -> str:
-  """The reply for what a program did."""
+  """The reply that describes a program's result."""
   if "timeout" in result:
     return f"[stopped: it took longer than {options.limit_s:g} s]"
   if "memory" in result:

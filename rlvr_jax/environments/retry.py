@@ -25,7 +25,7 @@ class _Retry:
     del problem, seed
 
   def step(self, text: str) -> Turn:
-    """Grades the policy's text as a try."""
+    """Grades the policy's text, which counts as one try."""
     outcome, score, feedback = self._grade(text)
     score *= self._discount**self._num_done
     self._num_done += 1

@@ -5,8 +5,8 @@
   python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
 A sweep writes one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
-layout, and `evaluations`, a list per axis of `curves.AXES` and per held-out metric. Experiments
-commit these results as one file, a run per line, which can be read as well.
+layout, and `evaluations`, a list for each axis of `curves.AXES` and each held-out metric.
+Experiments commit these results as one file with a run per line, which can be read as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Result = Mapping[str, Any]
 
 
 def evaluations(records: Iterable[curves.Record]) -> dict[str, list[float]]:
-  """The evaluations of a run: the values of every axis and held-out metric, in order.
+  """Axis or held-out metric → its values in a run's evaluations, in order.
 
   Args:
     records: the result of `read_metrics`.
@@ -113,10 +113,10 @@ def result_curve(
 ) -> tuple[curves.Floats, curves.Floats]:
   """The curve of a metric in one run, like `curves.curve`: positions and values, f64[N] each.
 
-  Every result has the evaluations; metrics of training are in the run's workdir. Results of
-  experiments may also have metrics of training over updates: `curves`, metric → pairs
-  (update, value), and `train`, metric → means over equal spans of the updates, each at the middle
-  of its span.
+  Every result has the evaluations; metrics of training are in the run's workdir. A file of results
+  may also have metrics of training over updates. `curves` maps a metric to pairs (update, value).
+  `train` maps a metric to its means over equal spans of the updates; each mean is placed at the
+  middle of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.
@@ -139,7 +139,7 @@ def result_curve(
 
 
 def _to_records(columns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Converts evaluations to records; the first field of an axis has its value, the others 0."""
+  """Converts evaluations to records; of an axis's fields, the first has its value, the others 0."""
   axes = {axis: fields for axis, (_, fields) in curves.AXES.items() if axis in columns}
   records = []
   for values in zip(*columns.values(), strict=True):
@@ -173,7 +173,7 @@ def markdown_table(
 
 
 def mean_cell(values: Sequence[float]) -> str:
-  """A table cell: mean over seeds ± half of the 95 % interval; only the mean of equal values."""
+  """A table cell: mean over seeds ± half of the 95 % interval; the mean alone of equal values."""
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
@@ -190,7 +190,7 @@ def difference_cell(difference: Difference, digits: int = 3) -> str:
 
 
 def interval_cell(result: Result, index: int, metric: str = METRIC) -> str:
-  """A table cell: a held-out metric of one evaluation, with its 95 % interval over problems."""
+  """A table cell: a held-out metric in evaluation `index`, with its 95 % interval over problems."""
   value, low, high = (result["evaluations"][f"{metric}{x}"][index] for x in ("", "_low", "_high"))
   return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
@@ -305,7 +305,7 @@ def comparison_table(
 def _difference_cells(
   measured: Difference | None, adjusted: float | None, difference: float
 ) -> list[str]:
-  """Cells on the measured difference to the baseline; dashes if it does not vary."""
+  """Table cells on the measured difference to the baseline; dashes if it is equal for all seeds."""
   if measured is None:
     return ["–"] * 6
   if adjusted is None:

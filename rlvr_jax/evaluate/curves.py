@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 
 ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock time of the run so far
-# Axis → its label, and the fields whose sum it is. Evaluation does not count as a cost.
+# Axis → its label, and the fields that add up to it. Evaluation does not count as a cost.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "updates": ("updates", ("step",)),
   "generated_tokens": ("generated tokens", ("counter/tokens_generated",)),
@@ -39,7 +39,7 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "seconds": ("wall-clock seconds", (ELAPSED,)),
 }
 UNBOUNDED = (-math.inf, math.inf)
-# With two seeds Student's interval extends 12.7 standard errors to each side: it hides the data.
+# With two seeds, Student's interval extends 12.7 standard errors to each side and hides the data.
 SEEDS_FOR_BAND = 3
 # Metric, as a regular expression → the range of its values.
 _RANGES = {
@@ -92,8 +92,8 @@ def _axis_positions(records: Sequence[Record], over: str) -> Floats:
       available = [axis for axis, (_, fields) in AXES.items() if all(f in record for f in fields)]
       raise ValueError(
         f"curve: over = {over!r} needs {missing}, which the {record['phase']} record of step"
-        f" {record['step']} lacks: the run is older than this axis. Choose one of {available}, or"
-        " run it again in another --workdir"
+        f" {record['step']} lacks: the run was made before this axis existed. Choose one of"
+        f" {available}, or run it again in another --workdir"
       )
   return np.array([[r[field] for field in AXES[over][1]] for r in records], np.float64).sum(axis=1)
 
@@ -196,8 +196,8 @@ def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
   elapsed = max((record[ELAPSED] for record in records if ELAPSED in record), default=0.0)
   if elapsed <= 0:
     raise ValueError(
-      f"time_table: none of the {len(records)} records has {ELAPSED}: the run is older than this"
-      " field; run it again in another --workdir"
+      f"time_table: none of the {len(records)} records has {ELAPSED}: the run was made"
+      " before this field existed; run it again in another --workdir"
     )
   return {phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()}
 
@@ -282,7 +282,8 @@ def save_figure(
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  # A figure of the file backend: no window, no global state. Imported here, as it is an extra.
+  # A figure without pyplot has no window and no global state. Imported here, since matplotlib is an
+  # extra.
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 

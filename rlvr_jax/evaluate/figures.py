@@ -85,7 +85,7 @@ def plot_difference(
     difference: mean and interval; None if there are too few seeds for an interval. Two seeds then
       get their mean.
   """
-  # The dots stand off the interval, which would hide them.
+  # The dots are beside the interval, which would hide them.
   axes.plot(
     seeds, [row + 0.28] * len(seeds), "o", markersize=3, color=COLORS["reference"], label="seed"
   )

@@ -37,21 +37,21 @@ PLAIN, RESULT, EFFECTIVE, REFERENCE = (
 
 
 class Measurement(NamedTuple):
-  """One batch of a run, before the update that uses it; NumPy arrays."""
+  """A measurement of one batch of a run, before the update on this batch; NumPy arrays."""
 
-  update: int  # number of updates before it
+  update: int  # number of updates before the measurement
   gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are adjacent
   coefficients: Array  # f32[P, G], A
-  reweighted: Array  # f32[P, G], as used in training; equal to A without a reweighting
+  reweighted: Array  # f32[P, G], the coefficients used in training; A without a reweighting
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], loss tokens
   valid: Array  # bool[P, G], whether the rollout has a grade
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
-  gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
+  gram_sampled: Array | None = None  # f32[B, B], if config.gram has another feature
   gram_score: Array | None = None
-  expert_load: Array | None = None  # f32[sparse layers, E] of a mixture, tokens by chosen expert
-  # [N] loss tokens, one rollout after another, see `update.diagnostics.of_tokens`; None: the method
-  # has no such thing, or the file is of an earlier version.
+  expert_load: Array | None = None  # f32[sparse layers, E], tokens that chose each expert
+  # The next arrays have an entry for each loss token, one rollout after another, see
+  # `update.diagnostics.of_tokens`. None: the method has no such value, or the file is older.
   token_log_ratio: Array | None = None  # f32, log π/β, nats
   token_log_ratio_proximal: Array | None = None  # f32, log π/π_prox, nats
   token_entropy: Array | None = None  # f32, nats
@@ -82,7 +82,7 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 def _read(path: pathlib.Path) -> Measurement:
   with path.open("rb") as stream, np.load(stream) as file:
     arrays = dict(file)
-  # Files of earlier versions lack it: there, a rollout without a grade has its group's mean reward.
+  # Files of earlier versions lack `valid`; rollouts without a grade have their group's mean reward.
   arrays.setdefault("valid", np.ones(arrays["rewards"].shape, bool))
   return Measurement(update=int(path.stem), **arrays)
 
@@ -95,9 +95,9 @@ class SaltResult(NamedTuple):
 
   coefficients: Array  # f32[P, G], A'
   participation_ratio: float  # in [1, B]
-  rank: int  # k, of the shared subspace; 0 if the Gram matrix is zero or not finite
+  rank: int  # k, the rank of the shared subspace; 0 if the Gram matrix is zero or not finite
   effective_rollouts: float  # n_eff under A, in [0, B]
-  alpha: float  # weight of the residual
+  alpha: float  # α, the weight of the residual
 
 
 def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
@@ -107,7 +107,7 @@ def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
   key = jax.random.key(measurement.update)
   blocks = A.reshape(1, -1), measurement.gram[None], measurement.valid.reshape(1, -1)
   reweighted, metrics = jax.jit(salt.apply)(*blocks, key)
-  # Without a usable Gram matrix nothing was measured; all of this is 0.
+  # Without a usable Gram matrix, all of these values are 0.
   values = {n: np.nan_to_num(value).item() for n, value in reductions.values(metrics).items()}
   return SaltResult(
     reweighted.reshape(A.shape),
@@ -125,15 +125,15 @@ def eigenvalue_shares(gram: Array) -> Array:
 
 
 class OrderedCosines(NamedTuple):
-  """cos(g_i, g_j) with the rollouts of a group together, best reward first."""
+  """cos(g_i, g_j), where a group's rollouts are adjacent, by falling reward."""
 
   cosines: Array  # f32[B, B] in [−1, 1]
   rewards: Array  # f32[B], in the same order
-  order: Array  # i32[B], indices into reshape(B)
+  order: Array  # i32[B], indices into the batch's rollouts, [P, G] reshaped to [B]
 
 
 def ordered_cosines(measurement: Measurement) -> OrderedCosines:
-  """Computes `OrderedCosines`; rollouts of equal reward keep their order."""
+  """The `OrderedCosines` of a measurement; rollouts of equal reward keep their order."""
   P, G = measurement.rewards.shape
   within = jnp.argsort(-measurement.rewards, axis=1)
   order = (within + G * jnp.arange(P)[:, None]).reshape(-1)
@@ -142,7 +142,7 @@ def ordered_cosines(measurement: Measurement) -> OrderedCosines:
 
 
 class Band(NamedTuple):
-  """The mean and the 95 % range of the samples, one entry per size; NaN if undefined."""
+  """The mean and the 95 % range of a statistic over samples, for each size; NaN if undefined."""
 
   mean: np.ndarray  # f64[S]
   low: np.ndarray  # f64[S]
@@ -150,9 +150,9 @@ class Band(NamedTuple):
 
 
 class GroupSizes(NamedTuple):
-  """Statistics of the batch with fewer rollouts per prompt."""
+  """Statistics of a batch that keeps fewer rollouts per prompt."""
 
-  sizes: np.ndarray  # i64[S], rollouts per prompt, G last
+  sizes: np.ndarray  # i64[S], rollouts per prompt; the last size is G
   participation_ratio: Band
   effective_rollouts: Band
 
@@ -163,8 +163,8 @@ def group_sizes(
   """Participation ratio and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
 
   Each sample keeps that many rollouts of every prompt, drawn without replacement, and computes
-  their coefficients with `advantage`. At G every sample is the full batch. The range is over the
-  choice among these rollouts; the variation between batches is larger.
+  their coefficients with `advantage`. At size G every sample is the full batch. The range shows the
+  variation over the choice of rollouts; the variation between batches is larger.
 
   Args:
     measurement: a batch of P groups of G ≥ 2.
@@ -182,7 +182,7 @@ def group_sizes(
 def _subsample_bands(
   measurement: Measurement, advantage: Advantage, size: int, num_samples: int, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """(mean, low, high) of PR and of n_eff over the samples in which they are defined."""
+  """Mean and ends of the 95 % range of PR, and of n_eff, over samples in which each is defined."""
   P, G = measurement.rewards.shape
   rng = np.random.default_rng([seed, size])
   all_rollouts = np.broadcast_to(np.arange(G), (num_samples, P, G))
@@ -207,7 +207,7 @@ def _subsample_bands(
 
 
 def _band(values: np.ndarray) -> tuple[float, ...]:
-  """(mean, low, high) of the values; NaN if there are none."""
+  """The mean of the values and the ends of their 95 % range; NaN if there are no values."""
   if not values.size:
     return (np.nan,) * 3
   return (values.mean(dtype=np.float64), *np.quantile(values, [0.025, 0.975]))
@@ -217,13 +217,13 @@ class Energies(NamedTuple):
   """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
 
   even: Array  # for coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
-  coefficients: Array  # of A
-  reweighted: Array  # of A'
-  rank: int  # SALT's k: at k the share is the shared energy, and 1 − share the residual energy
+  coefficients: Array  # for the coefficients A
+  reweighted: Array  # for the coefficients A'
+  rank: int  # SALT's k, where the share is the shared energy; 1 − share is the residual energy
 
 
 def energies(measurement: Measurement, salt: Reweighting) -> Energies:
-  """Computes `Energies`; all 0 if the coefficients give no gradient."""
+  """The `Energies` of a measurement; all 0 if the coefficients give no gradient."""
   result = apply_salt(measurement, salt)
   spectrum = _spectrum(measurement.gram)
   ranks = jnp.arange(measurement.gram.shape[0] + 1)
@@ -241,13 +241,13 @@ class UpdateNorms(NamedTuple):
 
   updates: np.ndarray
   norm: np.ndarray  # ‖Σ A_i g_i‖/B, for B valid rollouts
-  reweighted: np.ndarray  # the same for A'
+  reweighted: np.ndarray  # ‖Σ A'_i g_i‖/B
   residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
 
 
 def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> UpdateNorms:
-  """Computes `UpdateNorms`."""
+  """The norms of the updates in `measurements`, and of their residual parts; see `UpdateNorms`."""
   rows = []
   for measurement in measurements:
     A = measurement.coefficients.reshape(-1)

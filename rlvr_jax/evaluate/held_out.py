@@ -26,7 +26,7 @@ class EvaluatedBatch(NamedTuple):
   samples: list[list[Sample]]  # [problems][samples]
   prompt_lengths: np.ndarray  # i32[problems]
   response_lengths: np.ndarray  # i32[problems, samples]
-  sampled_lengths: np.ndarray  # i32[problems, samples], of these the policy's tokens
+  sampled_lengths: np.ndarray  # i32[problems, samples], without the environment's tokens
 
 
 def evaluate_problems(
@@ -99,7 +99,7 @@ def accuracy(
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
     responses that were truncated at the length limit. For dialogues, also the fractions that were
-    correct after at most 1, 2, … turns, and by how much the best play exceeds this policy.
+    correct after at most 1, 2, … turns, and the best play's lead over this policy.
   """
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
@@ -128,7 +128,7 @@ def _votes(samples: Sequence[Sequence[Sample]]) -> list[list[str | None]] | None
       answer, outcome = sample["extracted"], sample["outcome"]
       if answer and verdicts.setdefault(answer, outcome) != outcome:
         logging.warning(
-          "no majorities: the grader grades the answer %r of problem %d as both %s and %s",
+          "no metrics of majorities: the grader grades answer %r of problem %d as both %s and %s",
           answer[:100], number, verdicts[answer], outcome,
         )  # fmt: skip
         return None

@@ -16,7 +16,7 @@ from rlvr_jax.evaluate.figures import COLORS, legend_outside
 
 Record = Mapping[str, Any]
 
-# Smallest upper limits of axes: a curve below is rounding noise and should look like 0.
+# Smallest upper limits of axes; lower curves are rounding noise and should look like 0.
 SMALLEST_KL = 1e-3  # nats per token
 SMALLEST_FRACTION = 0.02
 ROUNDING_KL = 1e-6  # nats per token; below this, the behavior policy is the trained policy
@@ -174,7 +174,7 @@ def _band(
 
 
 def _set_minimum_range(axes: Any, least: float) -> None:
-  """Sets the y-axis to end at `least` or above, and to begin below 0, so that 0 is visible."""
+  """Makes the y-axis end at `least` or above, and begin below 0, so that 0 is visible."""
   top = max(least, axes.get_ylim()[1])
   axes.set_ylim(-0.03 * top, top)
 

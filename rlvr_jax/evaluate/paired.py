@@ -40,12 +40,12 @@ class Difference(NamedTuple):
 
   num_seeds: int
   mean: float
-  low: float  # by Student's t
+  low: float  # end of the interval by Student's t
   high: float
   bootstrap_low: float  # percentile bootstrap over seeds; too narrow below about eight seeds
   bootstrap_high: float
   deviation: float  # standard deviation of the difference over seeds
-  p: float  # two-sided paired t-test
+  p: float  # p-value of the two-sided paired t-test
 
 
 def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
@@ -58,7 +58,7 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
   if len(seeds) < 2:
     raise ValueError(
       f"paired_difference: seeds {sorted(values)} and {sorted(baseline)} share {len(seeds)}; run"
-      " both with two or more equal seeds"
+      " both with at least two of the same seeds"
     )
   data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
   mean, half_width = mean_and_half_width(data)

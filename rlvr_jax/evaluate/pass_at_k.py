@@ -110,7 +110,7 @@ def bootstrap_interval(
   if not 0 < confidence < 1:
     raise ValueError(f"confidence must lie in (0, 1), got {confidence}.")
   rng = np.random.default_rng(seed)
-  # One resample at a time, so that memory stays at one row.
+  # One resample at a time, so that memory holds only one row.
   means = np.array(
     [data[rng.integers(data.size, size=data.size)].mean() for _ in range(num_resamples)]
   )
@@ -152,8 +152,8 @@ def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, 
   """The 95 % interval of a mean of scores in [0, 1].
 
   The interval comes from the bootstrap over problems, which accounts for the spread of the scores.
-  If all problems have the same score, such as 0 of n or n of n, all resamples are equal and the
-  bootstrap would report no uncertainty; then the interval is Wilson's.
+  If all problems have the same score, such as 0 of n or n of n, the interval is Wilson's, since all
+  resamples would be equal and the bootstrap would report no uncertainty.
 
   Args:
     scores: f[problems], in [0, 1].

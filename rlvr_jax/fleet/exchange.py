@@ -1,6 +1,6 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one per start of a trainer, the newest counts: the identity that samplers need
+  terms/E          one term per start of a trainer, with the identity that samplers need
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
   groups/N.I       group I of draw N, by the sampler that was first
@@ -28,8 +28,8 @@ from rlvr_jax.storage.files import JSON, JsonObject, parse_checked_line, with_cr
 from rlvr_jax.storage.objects import Listed, Objects
 
 MARKER = "rlvr_jax fleet 2"
-MAX_RECORD_BYTES = 2**28  # of a draw with its problems; larger records are not seen
-MAX_GROUP_BYTES = 2**31  # of a group, its padding included
+MAX_RECORD_BYTES = 2**28  # the most bytes of a draw with its problems; larger records are ignored
+MAX_GROUP_BYTES = 2**31  # the most bytes of a group, its padding included
 _NUMBER = r"(0|[1-9]\d{0,11})"
 _NAMES = {
   "terms": re.compile(_NUMBER),
@@ -41,7 +41,7 @@ _NAMES = {
 }
 
 Place = tuple[int, int]  # (draw, index) of a group
-Fields: TypeAlias = Mapping[str, Callable[[object], bool]]  # name → what it may have
+Fields: TypeAlias = Mapping[str, Callable[[object], bool]]  # name → whether a value is allowed
 
 
 class RecordError(ValueError):
@@ -51,7 +51,7 @@ class RecordError(ValueError):
 class View(NamedTuple):
   """The contents of the exchange in one listing, for the newest term."""
 
-  term: int  # −1: there is none yet
+  term: int  # −1: no term has begun yet
   policies: list[int]  # versions, ascending
   draws: list[int]  # numbers, ascending
   groups: dict[Place, Listed]
@@ -63,23 +63,23 @@ class WantedDraw(NamedTuple):
   """A draw with its wanted groups, in the form that samplers read."""
 
   draw: Draw
-  indices: list[int]  # of the groups that are wanted
-  digest: str  # of problems, seed and sources
+  indices: list[int]  # indices of the wanted groups
+  digest: str  # digest of problems, seed and sources
 
 
 class SamplerRecord(NamedTuple):
   """The record that a sampler writes about itself."""
 
-  term: int  # that it samples for; −1: none yet
+  term: int  # term of the trainer that it samples for; −1: none yet
   beat: int  # counts its records
-  version: int  # of the policy that it samples with; −1: none yet
+  version: int  # version of the policy that it samples with; −1: none yet
   message: str  # what it does or waits for
-  error: str  # with which it ended; ""
+  error: str  # the error that has ended it; "" for none
   ends_run: bool  # whether any sampler would meet this error
   doing: list[list[int]]  # [draw, index] of the groups that it has begun
-  groups: int  # that it was first with
-  duplicate_groups: int  # that another sampler was first with
-  duplicate_tokens: int
+  groups: int  # number of groups that it wrote first
+  duplicate_groups: int  # number of groups that another sampler wrote first
+  duplicate_tokens: int  # number of tokens in duplicate groups
 
 
 class Exchange:
@@ -244,7 +244,7 @@ class Exchange:
 
 @functools.lru_cache(2**14)
 def _parse_name(path: str) -> tuple[str, Any]:
-  """(kind, numbers or a sampler's name) of an object; ("", None) if its name has no such form."""
+  """(kind, numbers or a sampler's name) of an object; ("", None) if its name has another form."""
   kind, _, name = path.partition("/")
   match = _NAMES[kind].fullmatch(name) if kind in _NAMES else None
   if match is None:
@@ -261,7 +261,7 @@ def check_sampler_name(name: str) -> str:
 
 
 def digest_draw(draw: Draw) -> str:
-  """A digest of a draw, 16 hexadecimal digits: of its number, problems, seed and sources."""
+  """A digest of a draw's number, problems, seed and sources: 16 hexadecimal digits."""
   text = json.dumps(draw_to_json(draw._replace(version=0)), sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -323,7 +323,7 @@ def _is_count_or_none(value: object) -> bool:
 
 
 def _are(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
-  """Whether a value is a list of these."""
+  """A check whether a value is a list of items that pass `is_item`."""
   return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
@@ -364,15 +364,15 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers are alive: their records change, by the observer's own clock."""
+  """Tracks which samplers are alive: a sampler is while its record changes, by our own clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""
     self._limit_s, self._clock = limit_s, clock
-    self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, since when)
+    self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, first seen when)
 
   def look(self, samplers: Mapping[str, Listed]) -> list[str]:
-    """The sorted names of living samplers, after a listing; a new name counts as alive at first."""
+    """The sorted names of the living samplers of a listing; a new name counts as alive at first."""
     now = self._clock()
     for name, listed in samplers.items():
       if name not in self._seen or self._seen[name][0] != listed.change:

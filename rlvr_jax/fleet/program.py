@@ -38,9 +38,10 @@ from rlvr_jax.types import Params
 _UNKNOWN = -2
 BEATS = 6  # records of a sampler within the time after which it counts as dead
 SAY_EVERY_S = 30.0
-_BEGUN = 4  # patiences that a living sampler has for a group that it has begun, at least
-_LONG = 8.0  # times what groups take in the median, likewise; few responses are longer
-_REMEMBERED = 64  # of its groups whose times a sampler remembers
+# A living sampler may take this long for a group that it has begun, whichever is longer:
+_BEGUN = 4  # × `Settings.patience_s`
+_LONG = 8.0  # × the median time of a group; few groups take longer
+_REMEMBERED = 64  # number of the latest groups over which the median is taken
 
 
 class PolicyGoneError(RuntimeError):
@@ -55,17 +56,17 @@ class Settings(NamedTuple):
   """The settings of a sampler in a fleet."""
 
   name: str
-  identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's
-  capacity: int  # groups that it has begun at most, ≥ 1: what its slots hold, and one more
-  silent_s: float = 30.0  # without a change, until a sampler counts as dead
-  patience_s: float = 30.0  # until a group of the oldest draw is late
-  poll_s: float = 0.1  # between two looks, if it has nothing to do
-  settle_s: float = 60.0  # for which an ended or other run may get a new trainer
-  idle_s: float = 3600.0  # without a sign of the trainer, until the sampler ends
+  identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's identity
+  capacity: int  # the most groups in progress, ≥ 1: as many as its slots hold, and one more
+  silent_s: float = 30.0  # a sampler whose record does not change for so long counts as dead
+  patience_s: float = 30.0  # after so long, a group of the oldest draw is late
+  poll_s: float = 0.1  # time between two looks into the exchange, while there is nothing to do
+  settle_s: float = 60.0  # time to wait for another trainer if a run has ended or differs
+  idle_s: float = 3600.0  # the sampler ends after so long without a sign of the trainer
 
 
 class Known(NamedTuple):
-  """A policy in the exchange, by its name."""
+  """The term, version and fingerprint of an announced policy."""
 
   term: int
   version: int
@@ -75,14 +76,14 @@ class Known(NamedTuple):
 class Step(NamedTuple):
   """The next step that a sampler takes."""
 
-  ended: bool = False
-  restore: Known | None = None  # a newer policy
-  want: Sequence[tuple[Draw, list[int]]] = ()
-  message: str = ""
+  ended: bool = False  # whether the sampler is to end
+  restore: Known | None = None  # a newer policy to restore
+  want: Sequence[tuple[Draw, list[int]]] = ()  # groups to begin
+  message: str = ""  # what the sampler does or waits for
 
 
 class Orders:
-  """For each group an order of samplers: the first takes it, and the next if the first is late.
+  """An order of samplers for each group: the first takes the group; if it is late, the next does.
 
   The order of two samplers does not depend on a third. So when a sampler joins or dies, only the
   share of the new sampler and the groups of the dead sampler change hands.
@@ -113,19 +114,24 @@ class Pace:
   """Measures how long groups take and which groups are late, by the observer's own clock."""
 
   def __init__(self, patience_s: float, clock: Callable[[], float]):
-    """Has seen nothing yet.
+    """Starts without any observation.
 
     Args:
-      patience_s: seconds until a group of the oldest draw is late that nobody has begun.
-      clock: seconds, of this machine.
+      patience_s: seconds after which a group of the oldest draw is late if nobody has begun it.
+      clock: this machine's clock, in seconds.
     """
     self._patience_s, self._clock = patience_s, clock
-    self._oldest = (-1, 0.0)  # number of the oldest draw that lacks groups, and since when it is
-    self._begun: dict[tuple[Place, str], float] = {}  # since when a sampler is seen to sample it
+    self._oldest = (-1, 0.0)  # (oldest draw that lacks groups, time since which it is the oldest)
+    self._begun: dict[tuple[Place, str], float] = {}  # (group, sampler) → when it was seen to begin
     self._times: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
 
   def note_lacking(self, number: int, numbers: Sequence[int]) -> None:
-    """Notes that a draw lacks groups; `numbers`: of the draws up to it, ascending."""
+    """Notes that a draw lacks groups.
+
+    Args:
+      number: the number of the draw.
+      numbers: the numbers of the draws up to this draw, ascending.
+    """
     if self._oldest[0] not in numbers:
       self._oldest = number, self._clock()
 
@@ -138,20 +144,20 @@ class Pace:
     self._times.append(self._clock() - self._begun.pop((place, name)))
 
   def keep(self, numbers: Sequence[int], name: str) -> None:
-    """Forgets groups that other samplers have begun, except in draws with these numbers."""
+    """Forgets groups that samplers other than `name` have begun, except in these draws."""
     self._begun = {
       key: since for key, since in self._begun.items() if key[0][0] in numbers or key[1] == name
     }
 
   def patiences(self, number: int) -> int:
-    """How long a draw has been the oldest, in full units of the patience; 0 for other draws."""
+    """How often `patience_s` has passed since a draw became the oldest; 0 for other draws."""
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How long a sampler has taken for a group, in full units of the allowed time; 0: not late.
+    """How often the allowed time has passed since a sampler began a group; 0: it is not late.
 
-    For an observer that has not finished a group yet, no group is late.
+    While this sampler has not finished a group itself, no group is late.
     """
     if not self._times:
       return 0
@@ -161,15 +167,15 @@ class Pace:
 
 @dataclasses.dataclass
 class _Term:
-  """What a sampler knows of a trainer's term.
+  """The facts that a sampler knows about a trainer's term.
 
   Attributes:
-    number: the number of the term; −1: there is none yet; `_UNKNOWN`: before the first look.
-    settles_at: on its clock, when it takes an end or a difference for final.
-    differs: why the sampler must not sample for this trainer; "" if it may.
-    sign: what last showed that the trainer works, and when it was first seen.
+    number: the number of the term; −1: no term has begun; `_UNKNOWN`: before the first look.
+    settles_at: the time from which on the end of a run, or a trainer that differs, is final.
+    differs: why the sampler must not sample for this trainer; "" if it may sample.
+    sign: the trainer's objects, and the time when they last changed.
     pace: the pace of groups, in all terms.
-    newest: policy that was announced.
+    newest: the newest policy that was announced.
     draws: the draws that were read, by number.
     orders: the order of the living samplers, for each group.
   """
@@ -184,7 +190,7 @@ class _Term:
   orders: Orders = dataclasses.field(default_factory=lambda: Orders([]))
 
   def see(self, sign: object, now: float) -> None:
-    """Notes the trainer's objects. When they change, the trainer is at work."""
+    """Notes a listing of the trainer's objects; if it has changed, the trainer is at work."""
     if sign != self.sign[0]:
       if self.sign[0] is not None:
         self.settles_at = min(self.settles_at, now)
@@ -205,21 +211,21 @@ class Member:
   """Decides what a sampler of a fleet samples next; it neither waits nor samples itself."""
 
   def __init__(self, exchange: Exchange, settings: Settings, clock: Callable[[], float]):
-    """Has sampled nothing yet; `clock`: seconds, of this machine."""
+    """Starts before the first look; `clock`: this machine's clock, in seconds."""
     self._exchange, self._settings, self._clock = exchange, settings, clock
     self._watch = Watch(settings.silent_s, clock)
     pace = Pace(settings.patience_s, clock)
     self._term = _Term(_UNKNOWN, clock() + settings.settle_s, "", (None, clock()), pace)
-    self._policy: Known | None = None  # that samples
-    self._begun: dict[Place, str] = {}  # digest of its draw
+    self._policy: Known | None = None  # the policy that samples
+    self._begun: dict[Place, str] = {}  # groups in progress, with the digests of their draws
     self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
 
   def look(self) -> Step:
-    """Reads the exchange and decides the next step; groups that it takes count as begun.
+    """Reads the exchange and decides the next step; the groups of its `want` count as begun.
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
-      RecordError: what the trainer wrote is damaged, and no other trainer has begun for some time.
+      RecordError: a record of the trainer is damaged, and no other trainer has begun for some time.
     """
     view, now = self._exchange.look(), self._clock()
     try:
@@ -227,7 +233,7 @@ class Member:
         self._begin_term(view.term)
       self._term.see((view.policies, view.draws), now)
       step = self._next_step(view)
-    except RecordError as error:  # perhaps of a trainer that a crash has ended
+    except RecordError as error:  # perhaps a crash has ended the trainer that wrote the record
       if now >= self._term.settles_at:
         raise
       step = Step(message=f"waits for another trainer: {error}")
@@ -243,7 +249,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups in progress must end before this policy may sample, as it is not newer."""
+    """Whether a policy must wait for groups in progress, as it is not newer than their policy."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -267,7 +273,7 @@ class Member:
     self._exchange.beat(self._settings.name, self.record._replace(beat=number))
 
   def fail(self, error: BaseException, *, ends_run: bool) -> None:
-    """Writes an error for the trainer, which names it."""
+    """Writes an error into this sampler's record, so that the trainer can report it."""
     text = f"{type(error).__name__}: {error}"
     self.record = self.record._replace(error=text, ends_run=ends_run, doing=[])
     self.beat(0)
@@ -283,7 +289,11 @@ class Member:
   # --- what to do ---------------------------------------------------------------------------------
 
   def _begin_term(self, number: int) -> None:
-    """Follows another trainer. What the first one left behind may get a successor."""
+    """Follows another trainer.
+
+    The trainer that the first look finds may be an old one that has ended, or that differs: only
+    then `settle_s` leaves time for a new trainer.
+    """
     now, own = self._clock(), self._settings.identity
     theirs = own if number < 0 else self._exchange.identity(number)
     if theirs is None:
@@ -309,7 +319,7 @@ class Member:
     if (newest := self._newest(view)) is None:
       return Step(message="waits for the trainer's policy")
     if self._policy is not None and self._policy[1:] == newest[1:]:
-      self._policy = newest  # perhaps of another term, with the same bits
+      self._policy = newest  # its term may be newer, but its parameters are the same
     restore = newest if newest != self._policy else None
     if self._policy is None or self._policy.term != view.term:
       return Step(restore=restore, message=f"waits for version {newest.version} of the policy")
@@ -318,7 +328,7 @@ class Member:
     return Step(restore=restore, want=want, message=message)
 
   def _newest(self, view: View) -> Known | None:
-    """The newest policy; None if there is none, or it vanished: the next look finds a newer."""
+    """The newest policy; None if there is none, or if a newer policy has just replaced it."""
     for version in view.policies[-1:]:
       known = self._term.newest
       if known is not None and known.version == version:
@@ -330,7 +340,7 @@ class Member:
     return None
 
   def _choose(self, view: View, version: int) -> list[tuple[Draw, list[int]]]:
-    """The groups to begin now, those of the oldest draws first, at most what there is room for."""
+    """The groups to begin now, up to the sampler's capacity, from the oldest draws first."""
     living = sorted({*self._watch.look(view.samplers), self._settings.name})
     self._term.keep(view.draws, living)
     self._term.pace.keep(view.draws, self._settings.name)
@@ -352,7 +362,7 @@ class Member:
     return chosen
 
   def _lacking(self, view: View, number: int, version: int) -> list[int]:
-    """The groups of a draw that have no file, if this policy may sample them."""
+    """The indices of a draw's groups without a file; [] if a policy of this version is too old."""
     if number not in self._term.draws:
       if (wanted := self._exchange.get_draw(view.term, number)) is None:
         return []
@@ -368,10 +378,16 @@ class Member:
   def _is_mine(
     self, place: Place, late: int, sampler: Callable[[str], SamplerRecord | None]
   ) -> bool:
-    """Whether to begin a group that has no file.
+    """Whether this sampler is to begin a group that has no file.
 
-    The first one in its order begins it; after each patience twice as many may. While a sampler
-    says that it has begun it, others wait until that has taken long beside other groups.
+    The first sampler in the group's order begins it; each time that `patience_s` passes, twice as
+    many samplers may. If a sampler has begun it, the others wait until it takes much longer than
+    other groups, see `Pace.times_late`.
+
+    Args:
+      place: the group.
+      late: the result of `Pace.patiences` for its draw.
+      sampler: name → the record of a sampler.
     """
     order = self._term.orders.of(place)
     position = order.index(self._settings.name)
@@ -422,7 +438,7 @@ def run_sampler(
           coming = step.restore, begin(restore, *step.restore[1:])
         if coming is not None and coming[1].done() and not member.must_finish(coming[0]):
           (known, future), coming = coming, None
-          with contextlib.suppress(PolicyGoneError):  # the next look finds a newer one
+          with contextlib.suppress(PolicyGoneError):  # the next look finds a newer policy
             sampler.offer(policy_of(known, future.result()))
             member.adopt(known)
         for draw, indices in step.want:
@@ -456,7 +472,7 @@ class Speaker:
     self._last = ("", -math.inf)
 
   def say(self, message: str) -> None:
-    """Prints a message, unless it was printed lately."""
+    """Prints a message, unless a message with the same first word was printed lately."""
     text, at = self._last
     if message.split()[0] != text.partition(" ")[0] or self._clock() - at > SAY_EVERY_S:
       self._last = message, self._clock()
@@ -465,12 +481,12 @@ class Speaker:
 
 @contextlib.contextmanager
 def _beating(member: Member, every_s: float) -> Iterator[None]:
-  """Context in which a thread writes signs of life."""
+  """Context in which a thread writes a sampler's signs of life."""
   ended = threading.Event()
 
   def run() -> None:
     for number in itertools.count(1):
-      with contextlib.suppress(OSError):  # the next look meets it too
+      with contextlib.suppress(OSError):  # the next look gets the same error
         member.beat(number)
       if ended.wait(every_s):
         return
@@ -486,7 +502,7 @@ def _beating(member: Member, every_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring() -> Iterator[Callable[..., Future[Params]]]:
-  """Context with a function that runs another one in a thread."""
+  """Context that yields a function, which runs another function in a thread."""
   pool = ThreadPoolExecutor(1, "restore")
   try:
     yield pool.submit

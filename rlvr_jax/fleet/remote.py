@@ -15,10 +15,10 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy, check_arrays
 from rlvr_jax.storage.objects import Listed
 
 SAY_EVERY_S = 30.0
-_TAKEN_BYTES = 2**28  # of groups, about, that are read at a time
+_TAKEN_BYTES = 2**28  # about as many bytes of groups are read at a time
 _EXPLAINED = ("crashed", "environment_failed")  # outcomes whose details the trainer prints
 _START = "start one with --mode=sample and this --workdir"
-GONE_S = 600.0  # without a change, until what a sampler said is removed
+GONE_S = 600.0  # seconds without a change after which a sampler's record is removed
 
 
 class FleetError(RuntimeError):
@@ -28,30 +28,30 @@ class FleetError(RuntimeError):
 class Allowed(NamedTuple):
   """The groups that a run allows."""
 
-  examples: Sequence[Group]  # by source: its groups have these arrays; versions if it has any
+  examples: Sequence[Group]  # for each source, a group with the same arrays as its groups
   vocabulary: int
-  experts: int = 0  # of a mixture
+  experts: int = 0  # number of experts of a mixture
 
 
 class Settings(NamedTuple):
   """The settings of the trainer in a fleet."""
 
-  identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same
+  identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same identity
   allowed: Allowed
-  silent_s: float = 30.0  # without a change, until a sampler counts as dead
-  alone_s: float = 3600.0  # without a living sampler, until the run ends
-  deadline_s: float = 3600.0  # for a group of a draw
-  poll_s: float = 0.1  # between two looks
+  silent_s: float = 30.0  # a sampler whose record does not change for so long counts as dead
+  alone_s: float = 3600.0  # the run ends after so long without a group and without a living sampler
+  deadline_s: float = 3600.0  # the run ends after so long without a group
+  poll_s: float = 0.1  # time between two looks into the exchange
 
 
 @dataclasses.dataclass
-class _Open:
-  """A draw whose groups are not all taken.
+class _OpenDraw:
+  """A draw of which some groups have not been taken.
 
   Attributes:
     draw, digest: the draw and its digest.
-    missing: indices of the groups that are still to come.
-    early: groups by policies that this trainer has not offered yet.
+    missing: indices of the groups that have not been taken.
+    early: groups, by index, of policies that this trainer has not offered yet.
   """
 
   draw: Draw
@@ -62,23 +62,23 @@ class _Open:
 
 @dataclasses.dataclass
 class _State:
-  """What a trainer knows of its fleet.
+  """The state of a trainer's exchange with its fleet.
 
   Attributes:
-    fingerprints: by version, of the policies of this run.
-    watch: tells which samplers live.
-    said_at: when something was last printed.
+    fingerprints: fingerprints of the run's policies, by version.
+    watch: tracks which samplers are alive.
+    said_at: when a message about the wait was last printed.
     open: draws with missing groups, by number.
-    complete: numbers of draws of which all groups were taken, whose objects are still there.
-    withdrawn: numbers of those before, of which the groups are still there.
+    complete: numbers of complete draws; the objects of draw and groups are still in the exchange.
+    withdrawn: numbers of earlier complete draws, of which only the groups are still there.
     next_draw: number of the next draw.
-    counts: metrics.
+    counts: counts of groups by metric.
   """
 
   fingerprints: dict[int, str]
   watch: Watch
   said_at: float
-  open: dict[int, _Open] = dataclasses.field(default_factory=dict)
+  open: dict[int, _OpenDraw] = dataclasses.field(default_factory=dict)
   complete: list[int] = dataclasses.field(default_factory=list)
   withdrawn: list[int] = dataclasses.field(default_factory=list)
   next_draw: int = 0
@@ -86,11 +86,11 @@ class _State:
 
   @property
   def taken(self) -> list[int]:
-    """Numbers of draws of which all groups were taken, and are still there."""
+    """Numbers of complete draws whose groups are still in the exchange."""
     return [*self.complete, *self.withdrawn]
 
-  def begin(self, number: int, found: _Open | None) -> None:
-    """Notes a draw, or None if no group of it is missing."""
+  def begin(self, number: int, found: _OpenDraw | None) -> None:
+    """Notes that a draw was requested; `found` is None if no group of it is missing."""
     self.next_draw = number + 1
     if found is not None:
       self.open[number] = found
@@ -105,13 +105,13 @@ class _State:
         self.complete.append(group.draw)
 
   def withdraw_complete(self) -> None:
-    """Notes that complete draws are withdrawn; forgets policies that no later group can have."""
+    """Notes that complete draws were withdrawn; forgets policies older than all open draws."""
     self.withdrawn, self.complete = self.complete, []
     oldest = min((found.draw.version for found in self.open.values()), default=0)
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
   def is_due(self, now: float) -> bool:
-    """Whether a message about the wait is due, which it is at most every `SAY_EVERY_S` seconds."""
+    """Whether a message about the wait is due; one is due every `SAY_EVERY_S` seconds at most."""
     if now - self.said_at <= SAY_EVERY_S:
       return False
     self.said_at = now
@@ -119,7 +119,7 @@ class _State:
 
 
 class RemoteSampler:
-  """Samples by other programs, which read draws and policies from an exchange; a `Sampler`."""
+  """A `Sampler` whose groups other programs sample; they read its draws from an exchange."""
 
   def __init__(
     self,
@@ -136,11 +136,11 @@ class RemoteSampler:
 
     Args:
       exchange: the exchange of the run.
-      publish: writes a policy where samplers restore it from, and calls the function once they can;
-        may do that later, in another thread.
+      publish: writes a policy for the samplers, and calls the given function once they can restore
+        it, perhaps later and in another thread.
       settings: the settings of the trainer.
       fingerprints: the fingerprints of the versions before this start, as far as they are known.
-      clock, sleep: seconds, of this machine.
+      clock, sleep: this machine's clock, and a wait; seconds.
       say: prints a line.
     """
     self._exchange, self._publish, self._settings = exchange, publish, settings
@@ -164,7 +164,7 @@ class RemoteSampler:
     found = None
     if indices:
       digest = self._exchange.put_draw(self._term, draw, indices)
-      found = _Open(draw, digest, {*indices})
+      found = _OpenDraw(draw, digest, {*indices})
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
@@ -189,11 +189,11 @@ class RemoteSampler:
     """
     self._remove_complete()
     if not self._state.open:
-      raise FleetError("no groups are wanted; this is a bug in what draws problems")
+      raise FleetError("no groups are wanted; this is a bug in the caller of `want`")
     view = self._exchange.look()
     if view.term != self._term:
       raise FleetError(
-        "another trainer has begun on this workdir; only one may run. End the other one, then"
+        "another trainer has begun on this workdir; only one may run. End the other trainer, then"
         " rerun this command"
       )
     groups = self._collect(view)
@@ -230,12 +230,12 @@ class RemoteSampler:
   # --- groups -------------------------------------------------------------------------------------
 
   def _collect(self, view: View) -> list[Group]:
-    """The groups that have come for open draws, checked; removes groups that come too late."""
+    """The checked groups that have come for open draws; removes groups that come too late."""
     taken: list[Group] = []
     size = 0
     for place, listed in view.groups.items():
       if taken and size > _TAKEN_BYTES:
-        break  # the next look takes the others
+        break  # the next look takes the other groups
       size += listed.size
       number, index = place
       if number in self._state.open:
@@ -248,7 +248,7 @@ class RemoteSampler:
     self._state.note(taken)
     return taken
 
-  def _read(self, of: _Open, place: Place, listed: Listed) -> Group | None:
+  def _read(self, of: _OpenDraw, place: Place, listed: Listed) -> Group | None:
     """A group that may be trained on; None if it may not, or not yet."""
     index = place[1]
     group = of.early.get(index)
@@ -274,12 +274,12 @@ class RemoteSampler:
     """Whether a version of a group is still to be offered again, after a restart.
 
     Raises:
-      RecordError: the group's policies are not this trainer's.
+      RecordError: the group was sampled by policies of another trainer.
     """
     known = self._state.fingerprints
     for version, fingerprint in group.versions.items():
       if version > max(known, default=-1):
-        if group.draw == min(self._state.open):  # which is needed for that version
+        if group.draw == min(self._state.open):  # the trainer needs this draw to reach that version
           raise RecordError(f"version {version} comes after the batch")
         return True
       if known.get(version) != fingerprint:
@@ -295,10 +295,10 @@ class RemoteSampler:
     self._exchange.remove_group(place)
 
   def _remove_complete(self) -> None:
-    """Removes draws of which every group was taken, and the groups of those before them.
+    """Removes complete draws, and the groups of draws that were removed earlier.
 
-    A listing is no snapshot: of a draw that a sampler sees all groups must be seen too, or it would
-    sample them again. So they go when the next draws are complete.
+    A listing is no snapshot. If a sampler saw a draw, but no longer its groups, it would sample the
+    groups again. So groups are removed later than their draw: when the next draws are complete.
     """
     if not self._state.complete:
       return
@@ -312,7 +312,7 @@ class RemoteSampler:
   # --- samplers -----------------------------------------------------------------------------------
 
   def _check_samplers(self, view: View, waited: float) -> None:
-    """Says what the trainer waits for; raises FleetError if waiting is useless."""
+    """Prints what the trainer waits for, now and then; raises FleetError if waiting is useless."""
     settings, watch, now = self._settings, self._state.watch, self._clock()
     living = watch.look(view.samplers)
     for name in watch.dead(GONE_S):
@@ -351,7 +351,7 @@ class RemoteSampler:
     return "".join(f"; {text}" for text in found)
 
   def _describe_missing(self) -> str:
-    """Which groups are missing, as text."""
+    """Names the missing groups."""
     parts = [
       f"groups {', '.join(map(str, sorted(found.missing)[:8]))}"
       f"{', …' if len(found.missing) > 8 else ''} of draw {number}"
@@ -364,7 +364,7 @@ def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
   """Raises ValueError unless a group's contents are possible for its draw."""
   check_arrays(group.arrays)
   if group.source != draw.sources[group.index]:
-    raise RecordError(f"it is of source {group.source}, not {draw.sources[group.index]}")
+    raise RecordError(f"it comes from source {group.source}, not {draw.sources[group.index]}")
   example = allowed.examples[group.source]
   if differing := group.arrays.keys() ^ example.arrays.keys():
     lacks = "lacks" if differing - group.arrays.keys() else "must not have"
@@ -379,7 +379,7 @@ def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
 
 
 def _check_values(arrays: Mapping[str, np.ndarray], allowed: Allowed) -> None:
-  """Raises RecordError if an array has values that no sampler gives."""
+  """Raises RecordError if an array has values that no sampler produces."""
   most = {"tokens": allowed.vocabulary - 1, "prompts.tokens": allowed.vocabulary - 1}
   most |= {"routes": allowed.experts - 1, "prompt_routes": allowed.experts - 1}
   most |= {"lengths": arrays["tokens"].shape[-1], "mask": 1, "correct": 1}
@@ -394,7 +394,7 @@ def _check_values(arrays: Mapping[str, np.ndarray], allowed: Allowed) -> None:
 
 
 def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
-  """Raises RecordError unless a group's versions may have sampled it."""
+  """Raises RecordError if a group has versions that this draw or its tokens do not allow."""
   versions = {*group.versions}
   if any(version < draw.version for version in versions):
     raise RecordError(f"version {min(versions)} is older than config.schedule allows")
@@ -406,7 +406,7 @@ def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
 
 
 def _check_samples(group: Group, question: str) -> None:
-  """Raises RecordError unless a group's samples are of a problem, and graded."""
+  """Raises RecordError unless a group's samples belong to a problem and are graded."""
   if len(group.samples) != len(group.arrays["tokens"]):
     raise RecordError(f"it has {len(group.samples)} samples")
   for sample in group.samples:

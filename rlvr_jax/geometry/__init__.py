@@ -1,4 +1,4 @@
-"""Gram matrices of per-rollout gradient features. One factory per route, looked up by name."""
+"""Gram matrices of per-rollout gradient features. Each name here is a factory."""
 
 from rlvr_jax.geometry.base import FEATURES as FEATURES
 from rlvr_jax.geometry.base import GramContext as GramContext

@@ -1,4 +1,4 @@
-"""Agreement of two Gram matrices of the same rollouts, for two subsets of the parameters."""
+"""Agreement of the Gram matrices of two subsets of the parameters, for the same rollouts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlvr_jax.types import Array
 class Agreement(NamedTuple):
   correlation: Array  # f32[], in [−1, 1]
   permutation_mean: Array  # f32[], mean correlation when rollouts are matched at random
-  permutation_quantile: Array  # f32[], 95 % quantile of these correlations
+  permutation_quantile: Array  # f32[], 95 % quantile of the correlation under random matching
   noise_mean: Array  # f32[], mean correlation with Gaussian features
-  noise_quantile: Array  # f32[], 95 % quantile of these correlations
+  noise_quantile: Array  # f32[], 95 % quantile of the correlation with Gaussian features
 
 
 def gram_agreement(
@@ -32,12 +32,12 @@ def gram_agreement(
   pairs of rollouts whose gradients are not zero. At 1, the cheaper subset can replace the other; a
   correlation below the 95 % quantile of either null distribution is not evidence of agreement.
 
-  The permutation null matches the rollouts of `b` with those of `a` at random, which preserves both
-  spectra. The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
+  The permutation null matches the rollouts of `a` and `b` at random, which preserves both spectra.
+  The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
   the norms, except that zero stays zero, so the features themselves are not needed: their
   triangular factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead
-  of B·feature_dim. For a dimension well above B the correlation hardly depends on it, since all
-  cosines shrink as 1/√dimension.
+  of B·feature_dim. Where the dimension is well above B, the correlation hardly depends on the
+  dimension, since all cosines shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].
@@ -73,7 +73,7 @@ def gram_agreement(
 
 
 def _correlation(a: Array, b: Array) -> Array:
-  """Pearson correlation of the off-diagonal entries of two cosine Grams."""
+  """The Pearson correlation of the off-diagonal entries of two matrices of cosines."""
   pairs = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
   center = lambda x: jnp.where(pairs, x - masked_mean(x, pairs), 0.0)
   a, b = center(a), center(b)
@@ -84,7 +84,7 @@ def _correlation(a: Array, b: Array) -> Array:
 
 
 def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
-  """Cosine Gram of Gaussian features [rollouts, dim], without the features.
+  """The cosines of Gaussian features [rollouts, dim], sampled without making the features.
 
   The features are L·Q with Q orthonormal: entries of L below the diagonal are normal, and its i-th
   diagonal entry (from 0) is χ-distributed with dim − i degrees of freedom. Source: "On the Theory

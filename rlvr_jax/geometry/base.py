@@ -14,8 +14,8 @@ FEATURES = ("score", "sampled")
 class GramContext(NamedTuple):
   """Properties of the run that a `GramFn` needs."""
 
-  model: Any  # as in `Method`, with `config.tied_head`; without sharding constraints
-  temperature: float = 1.0  # of the target policy
+  model: Any  # as in `Method`, with `config.tied_head`, but without sharding constraints
+  temperature: float = 1.0  # the temperature that defines the trained policy
   mesh: Any = None  # jax.sharding.Mesh with axes (data, fsdp, tensor); None: one device
 
 

@@ -18,18 +18,18 @@ class Places(NamedTuple):
   """Positions in M micro-batches of R rows of L tokens; see `types.Packed`."""
 
   targets: Array  # i32[M, R, L], the response token that a place predicts
-  in_loss: Array  # bool[M, R, L], whether that token counts in the loss
+  in_loss: Array  # bool[M, R, L], whether the token that a place predicts is in the loss
   spans: Spans
-  num_micro_batches: Array | int  # ≤ M; later ones are empty
+  num_micro_batches: Array | int  # ≤ M; later micro-batches are empty
 
 
 class Spans(NamedTuple):
   """The rollouts ordered by their places; rollouts without a place come last."""
 
-  firsts: Array  # i32[B], place of the first token in the loss, of M·R·L
-  ends: Array  # i32[B], place after the last one; an environment's tokens may lie between
-  slots: Array  # i32[B], index of the rollout in the batch, of P·G
-  bounds: Array  # i32[M + 1], indices in these lists between the rollouts of two micro-batches
+  firsts: Array  # i32[B], place of the first loss token, < M·R·L
+  ends: Array  # i32[B], place after the last loss token; an environment's tokens may lie between
+  slots: Array  # i32[B], index of the rollout in the batch, < P·G
+  bounds: Array  # i32[M + 1], micro-batch i has the entries bounds[i] … bounds[i + 1] of the lists
 
 
 def find_places(batch: TrainBatch) -> Places:
@@ -55,13 +55,13 @@ def find_places(batch: TrainBatch) -> Places:
 
 
 def choose_tile(batch: TrainBatch) -> tuple[int, int | None]:
-  """(places per tile, number of tiles per rollout if all rollouts have T places, else None)."""
+  """The places per tile, and the tiles per rollout; None if rollouts have different lengths."""
   width, tiles = split_into_tiles(batch.tokens.shape[-1])
   return width, None if batch.packed is not None else tiles
 
 
 def split_into_tiles(length: int) -> tuple[int, int]:
-  """(places per tile, number of tiles) for the longest rollout."""
+  """The places per tile, and the number of tiles, for a rollout with `length` places."""
   tiles = -(-length // _TILE)
   return -(-length // tiles), tiles
 
@@ -79,7 +79,7 @@ def outer_sums(
   Each rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
 
   Args:
-    sums: [B, X, Y], by index of the rollout.
+    sums: [B, X, Y], in the order of the batch.
     left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
     index: the index of the micro-batch.
     tile: the result of `choose_tile`.

@@ -32,9 +32,9 @@ _SHARES = ("below_0.5", "0.5_to_1", "1_to_2", "2_to_4", "from_4")
 
 class Redundancy(NamedTuple):
   within: Array  # f32[], mean cosine of pairs of rollouts of one prompt, in [−1, 1]
-  within_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
+  within_positive: Array  # f32[], mean of max(cosine, 0) over these pairs, in [0, 1]
   between: Array  # f32[], mean cosine of pairs of prompts' mean gradients, in [−1, 1]
-  between_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
+  between_positive: Array  # f32[], mean of max(cosine, 0) over these pairs, in [0, 1]
 
 
 def diagnose(
@@ -61,8 +61,8 @@ def diagnose(
       defaults, whatever its reweighting, so that runs can be compared.
   Returns:
     f32[] each, all finite if A and A' are finite:
-      geometry/gram_usable: 0 if the Gram matrix is zero or not finite; the other metrics then have
-        no meaning.
+      geometry/gram_usable: 0 if the Gram matrix is zero or not finite, so that the other metrics
+        mean nothing.
       geometry/participation_ratio: effective number of directions of the batch's gradients, in
         [1, B]. Near 1 all rollouts push in one direction, whatever their number.
       geometry/group_participation_ratio: the mean of the groups' participation ratios, in [1, G].
@@ -139,12 +139,12 @@ def cosine_gram(gram: Array) -> Array:
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
 
-  At 1 the G rollouts of a prompt carry the information of one. Independent rollouts have a mean
-  inner product of 0 on-policy, but not a mean cosine of 0: two answers of probabilities p and q
-  give (p − q)². The mean of max(cosine, 0) counts agreement only (**open**: our reading of mean
-  positive cosine); if it is well above the mean, prompts have opposed rollouts, for example
-  successes and failures. Between prompts, values near 1 mean that all prompts push in one direction
-  (a format, a length), values below 0 that they oppose each other.
+  At 1 the G rollouts of a prompt carry as much information as one rollout. Independent rollouts
+  have a mean inner product of 0 on-policy, but not a mean cosine of 0, which is (p − q)² for two
+  answers with probabilities p and q. The mean of max(cosine, 0) counts agreement only (**open**:
+  our reading of mean positive cosine); if it is well above the mean, prompts have opposed rollouts,
+  for example successes and failures. Between prompts, values near 1 mean that all prompts push in
+  one direction (a format, a length), values below 0 that they oppose each other.
 
   Args:
     gram: f32[B, B].
@@ -260,7 +260,7 @@ def group_effective_rollouts(
 
 
 def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Array]:
-  """Shares of groups by their n_eff: [0, .5), [.5, 1), [1, 2), [2, 4), [4, ∞).
+  """The shares of groups with n_eff in [0, .5), [.5, 1), [1, 2), [2, 4) and [4, ∞).
 
   Args:
     values: f32[P], n_eff of every group.
@@ -280,7 +280,7 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
 def _of_group(
   coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]
 ) -> tuple[Array, Array, Array]:
-  """Shared energy, update norm and its bound of one group; 0 for a group of one rollout."""
+  """One group's shared energy, norm of the update, and bound; zeros for a group of one rollout."""
   if gram.shape[0] < 2:
     return jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
   spectrum = spectral.spectrum(gram)
@@ -294,7 +294,7 @@ def _of_group(
 
 
 def _correlation(x: Array, y: Array, counted: Array) -> Array:
-  """Pearson correlation of the counted entries; 0 where one of the two does not vary."""
+  """The Pearson correlation of the counted entries; 0 if x or y does not vary."""
   x, y = (masked_fill(v, counted) for v in (x, y))
   x, y = (v / spectral.largest(v) for v in (x, y))
   x, y = (masked_fill(v - masked_mean(v, counted), counted) for v in (x, y))
@@ -304,7 +304,7 @@ def _correlation(x: Array, y: Array, counted: Array) -> Array:
 
 
 def _blocks(gram: Array, num_prompts: int) -> Array:
-  """[B, B] → [P, G, P, G]."""
+  """The Gram matrix [B, B] by prompts, [P, G, P, G]."""
   chex.assert_rank(gram, 2)
   if gram.shape[0] % num_prompts:
     raise ValueError(
@@ -322,23 +322,23 @@ def _group_grams(gram: Array, num_prompts: int) -> Array:
 
 
 def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
-  """Means of the cosines and of their positive parts over distinct `pairs` that are not zero."""
+  """Means of cosines, and of their positive parts, over `pairs` of different nonzero gradients."""
   cosines = cosine_gram(gram)
   counted = distinct_pairs(jnp.diagonal(cosines) > 0) & pairs
   return masked_mean(cosines, counted), masked_mean(jnp.maximum(cosines, 0.0), counted)
 
 
 def distinct_pairs(nonzero: Array) -> Array:
-  """bool[B, B]: the pairs of different rollouts in which both gradients are nonzero."""
+  """A mask of the pairs of different rollouts with nonzero gradients, bool[B, B]."""
   return nonzero[:, None] & nonzero & ~jnp.eye(nonzero.size, dtype=bool)
 
 
 def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Array, Array]:
-  """AᵀKA by eigenvectors, in units that keep float32 in range.
+  """The part of each eigenvector in AᵀKA, in units that keep float32 in range.
 
   Returns:
-    energy f32[B], (λ_j/λ_1)·u_j²; u = VᵀA/max|A|, f32[B]; and √λ_1·max|A|, f32[], whose square
-    times the sum of the energies is AᵀKA.
+    The energies (λ_j/λ_1)·u_j², f32[B]; u = VᵀA/max|A|, f32[B]; and √λ_1·max|A|, f32[], whose
+    square times the sum of the energies is AᵀKA.
   """
   coefficients = upcast(coefficients)
   largest = spectral.largest(coefficients)
@@ -351,5 +351,5 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
 
 
 def _relative(eigenvalues: Array) -> Array:
-  """λ_j/λ_1."""
+  """The eigenvalues divided by the largest, λ_j/λ_1."""
   return eigenvalues / jnp.where(eigenvalues[0] > 0, eigenvalues[0], 1.0)

@@ -104,7 +104,7 @@ def _gradients(
     trunk, head = network(selected)
     one = Prompts(tokens=prompts.tokens[None], lengths=prompts.lengths[None])
     hidden = model.response_hidden(trunk, one, tokens[None, None])[0, 0]
-    # Before the product: zero times NaN is NaN, in the gradient too.
+    # Masked before the product, since zero times NaN is NaN, also in the gradient.
     hidden = jnp.where(mask[:, None] > 0, hidden, jnp.zeros((), hidden.dtype))
     if feature == "sampled":
       logits = head_logits(hidden, head) / context.temperature
@@ -118,7 +118,8 @@ def _gradients(
     gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))
     return gradient(selected, batch.prompts, *rollouts)
 
-  # Prompts in parallel, since they are sharded; rollouts of a group in sequence, to save memory.
+  # Prompts, which are sharded, are computed in parallel; rollouts of a group one by one, to save
+  # memory.
   rollouts = (batch.tokens.swapaxes(0, 1), batch.mask.swapaxes(0, 1))
   return jax.lax.map(differentiate_one_per_prompt, rollouts)
 
@@ -126,7 +127,7 @@ def _gradients(
 def num_selected(
   trained: Params, frozen: Params, context: GramContext, *, parameters: str = "head"
 ) -> int:
-  """The number N of parameters by which `per_rollout` with this `parameters` differentiates."""
+  """The number N of parameters with respect to which `per_rollout` differentiates."""
   selected, _ = _select_subset(trained, frozen, context, parameters)
   return sum(leaf.size for leaf in selected)
 
@@ -155,7 +156,7 @@ def _select_leaves(
 ) -> tuple[list[Array], Callable[[list[Array]], Params]]:
   """The leaves that `parameters` names, in at least float32, and a function that inserts them.
 
-  `kinds` are the layers' kinds.
+  `kinds` are the kinds of the layers, see `ops.layers`.
   """
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)
@@ -182,7 +183,7 @@ def _select_leaves(
 
 
 def _stop_lookup_gradient(params: Params) -> Params:
-  """The parameters of the trunk, with an embedding that is constant for differentiation."""
+  """The trunk's parameters, where the embedding is constant for differentiation."""
   stop = lambda path, x: jax.lax.stop_gradient(x) if _name(path) == "embedding" else x
   return jax.tree_util.tree_map_with_path(stop, params)
 

@@ -5,7 +5,7 @@ The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is omitted. With ĥ = m·h·∂(z_y/
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
 The tokens are sorted by (v, i) and added up to at most one row u_iv for each pair. A token v has at
-most B rows, so in tiles of B rows or more, a tile has products only with itself and the next one.
+most B rows, so in tiles of B rows or more, a tile has products only with itself and the next tile.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _BATCH_AXES = ("data", "fsdp")
 
 
 class _Pairs(NamedTuple):
-  """The pairs (token v, rollout i) of a batch, in order; n places, N ≥ the number of pairs."""
+  """The pairs (token v, rollout i) of a batch, sorted; n places, and room for N pairs."""
 
   order: Array  # i32[n], places sorted by pair
-  weights: Array  # f32[n], factor on a place's hidden state, in that order; 0 if it does not count
-  pairs: Array  # i32[n], the pair of a place, in that order; N if it does not count
+  weights: Array  # f32[n], in this order, factor on a place's hidden state; 0 if not in the loss
+  pairs: Array  # i32[n], in this order, index of a place's pair; N if it is not in the loss
   tokens: Array  # i32[N], v of a pair; −1 after the last pair
-  rollouts: Array  # i32[N], i of a pair
+  rollouts: Array  # i32[N], i of a pair; −1 after the last pair
   number: Array  # i32[], number of pairs
 
 
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
   """Sizes of the computation of one Gram matrix, from shapes alone."""
 
   tile: int  # pairs per tile
-  tiles: int  # the most tiles
+  tiles: int  # the largest possible number of tiles
   width: int  # columns of the hidden states that are added up at once
 
 
@@ -86,7 +86,7 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """The cost for the most pairs possible, in products of the size of the head's product."""
+  """The cost, if there are as many pairs as possible, in units of the head's product."""
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])
@@ -94,7 +94,7 @@ def head_products(
   tile, tiles, width = choose_sizes(B, hidden, V, block_elements, devices)
   local_width = -(-D // devices)
   blocks = devices * -(-local_width // width)
-  # Inner products of a pair, and their addition to the entries of the Gram matrix.
+  # The cost of a pair's inner products, and of adding them to the Gram matrix.
   per_pair = 2 * tile * D + blocks * B * (2 * tile + B)
   return tiles * tile * (per_pair / (D * V)) / places  # divided early: it may exceed int32
 
@@ -102,8 +102,8 @@ def head_products(
 def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
-  The bytes are the device's part of the width of the hidden states [M, R, L, D] on other devices,
-  and two rounds of a ring for the final sum. Tokens and masks are small in comparison.
+  The bytes are the device's columns of the hidden states [M, R, L, D] of other devices, and two
+  rounds of a ring for the final sum. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0
@@ -135,7 +135,7 @@ def _find_pairs(
 
 
 def _weights(forward: Forward, head: Head, temperature: float) -> Array:
-  """f32[n], the derivative of z_y/τ with respect to the head's product."""
+  """The derivative of z_y/τ with respect to the head's product, f32[n]."""
   ones = jnp.ones(forward.log_normalizers.size, forward.log_normalizers.dtype)
   if head.soft_cap is None:
     return product_gradient(ones, ones, head, temperature)
@@ -145,7 +145,7 @@ def _weights(forward: Forward, head: Head, temperature: float) -> Array:
 
 
 def _on_mesh(sums, hidden, pairs, count, mesh):
-  """Reshards the hidden states from rows to width, and sums over devices."""
+  """Reshards the hidden states from rows to columns, and adds up the devices' sums."""
   hidden = jnp.pad(hidden, [(0, 0)] * 3 + [(0, -hidden.shape[-1] % mesh.size)])
 
   def on_device(hidden, pairs, count):
@@ -168,18 +168,20 @@ def _on_mesh(sums, hidden, pairs, count, mesh):
 def _sum_over_pairs(
   hidden: Array, pairs: _Pairs, count: Array | int, *, num_rollouts: int, sizes: Sizes
 ) -> Array:
-  """Half of the Gram matrix over these columns of the hidden states, [B, B]; add its transpose.
+  """Half of the Gram matrix over some columns of the hidden states, [B, B].
+
+  The sum of the result and its transpose is the Gram matrix.
 
   Args:
     hidden: [M, R, L, d].
-    count: tiles with a pair.
+    count: number of tiles with a pair.
   """
   tile, tiles, width = sizes
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
   hidden, ahead = hidden.reshape(-1, hidden.shape[-1]), (0, tile)  # the last tile's next is empty
   tokens = jnp.pad(pairs.tokens, ahead, constant_values=-1)
   rollouts = jnp.pad(pairs.rollouts, ahead, constant_values=-1)
-  # Products of a tile with itself occur in both orders: each counts half, with the transpose once.
+  # Products of a tile with itself occur in both orders, so each counts half.
   factors = jnp.where(jnp.arange(2 * tile) < tile, 0.5, 1.0)
 
   def block(start, width, total):

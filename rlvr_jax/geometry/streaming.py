@@ -26,9 +26,9 @@ from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
-_WIDEST = 512  # columns; from here on, reading the hidden states is not the bottleneck
+_WIDEST = 512  # columns; in wider blocks, reading the hidden states is not the bottleneck
 _BATCH_AXES = ("data", "fsdp")
-# The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
+# The kernel is split along `tensor`. With this axis first, a device's columns stay in its part.
 _COLUMN_AXES = ("tensor", "data")
 _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
@@ -53,8 +53,8 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n products of the head's size.
 
-  n is the number of places of the rows, B·T if each rollout is a row. One product recomputes a
-  block's logits, whose normalizer is known, and one forms the block of g; the inner products cost
+  n is the number of places of the rows, B·T if each rollout is a row. For each block, one product
+  recomputes the logits, whose normalizer is known, and another forms g; the inner products cost
   B²/n. All products accumulate in float32 (float64 for float64 models); operands, including g, are
   in the model's compute dtype. The feature "sampled" costs about 2B/V products, see
   `geometry.sampled`.
@@ -153,9 +153,10 @@ def bytes_moved(
 ) -> Any:
   """Bytes that each device receives in one streaming Gram matrix.
 
-  The bytes are hidden states, log-normalizers, tokens and masks of the other devices (with several
-  micro-batches, once per block of the vocabulary); the rows of the head's kernel on other devices
-  along `fsdp`; and two rounds of a ring for the final sum.
+  A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
+  rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
+  final sum. With several micro-batches it receives the first of these anew for each block of the
+  vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.
@@ -163,7 +164,7 @@ def bytes_moved(
     mesh: None or a mesh with axes (data, fsdp, tensor).
     rollouts: B.
     block_elements: the value given to `streaming`.
-    used: micro-batches that are not empty.
+    used: number of micro-batches that are not empty.
   """
   if mesh is None or mesh.size == 1:
     return 0
@@ -223,7 +224,7 @@ def _sum_over_blocks(
   """Inner products of all rollouts over these columns, [B, B].
 
   Args:
-    count: micro-batches that are not empty.
+    count: number of micro-batches that are not empty.
     gather: one device's rows → all devices' rows.
   """
   M, _, _, D = tokens.hidden.shape
@@ -264,7 +265,7 @@ def _sum_over_blocks(
 
 
 def _block_width(rollouts: int, places: int, width: int, columns: int, block_elements: int) -> int:
-  """Columns of a block whose largest array has at most `block_elements` numbers, if possible."""
+  """The columns per block, so that its largest array has at most `block_elements` numbers."""
   fitting = block_elements // max(rollouts * width, places) // _LANES * _LANES
   return min(max(fitting, _LANES), _WIDEST, columns)
 
@@ -272,7 +273,7 @@ def _block_width(rollouts: int, places: int, width: int, columns: int, block_ele
 def _derivatives(
   tokens: _Tokens, head: Head, indices: Array, vocabulary: int, temperature: float
 ) -> Array:
-  """d of every place for the columns `indices` of the vocabulary, [R·L, v].
+  """The derivatives d at every place for the columns `indices` of the vocabulary, [R·L, v].
 
   d = scale/τ · (1 − (z/c)²) · (softmax(z/τ) − onehot(y)) for logits z, soft cap c, temperature τ.
   """

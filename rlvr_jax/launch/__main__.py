@@ -7,8 +7,8 @@
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
   python -m rlvr_jax.launch local start --name=fleet --processes=1 --samplers=2 -- …
 
-The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them;
-only `tpu_vm stop --all` still runs the command that lists machines. The guide is docs/launch.md.
+The flags after -- are flags of rlvr_jax.main. --dry_run prints the commands without running them,
+except that `tpu_vm stop --all` still lists the machines. The guide is docs/launch.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VERBS = ("start", "status", "logs", "stop")
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The parser of the command line before the program's flags."""
+  """The parser of the part of the command line before `--`."""
   raw = argparse.RawDescriptionHelpFormatter
   parser = argparse.ArgumentParser("rlvr_jax.launch", description=__doc__, formatter_class=raw)
   targets = parser.add_subparsers(dest="target", required=True)
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs one verb of one target.
+  """Runs one verb, such as start, for one target, such as tpu_vm.
 
   Raises:
     LaunchError: the launch cannot continue; the message says how to fix it.

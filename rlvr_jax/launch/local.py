@@ -2,7 +2,7 @@
 
 `start` stays with the run: it prints the output of process 0, and restarts a program if one of its
 processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
-command resumes it. Under nohup or tmux it outlives the terminal.
+command resumes it. Under nohup or tmux the run outlives the terminal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlvr_jax.launch.run import Run
 from rlvr_jax.launch.shell import LaunchError, Shell, say
 
 _LOG = "process_0.log"
-_END_S = 30.0  # for others to report and end by themselves after one has failed or finished
-_SAVE_S = 300.0  # for a run to save and end when it is asked to
+_END_S = 30.0  # seconds for other processes to end by themselves after one has failed or finished
+_SAVE_S = 300.0  # seconds for a run to save and end when it is asked to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
     say(f"{name}: would be asked to stop, process {pid}")
     return
   if pid:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+    with contextlib.suppress(ProcessLookupError):  # the process has just ended
       os.kill(pid, signal.SIGTERM)
   deadline = time.monotonic() + _SAVE_S
   while _holder(name):
@@ -102,7 +102,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
     if _holder(name):
       try:
         stop(name, args, shell)
-      except LaunchError as error:  # the others are stopped all the same
+      except LaunchError as error:  # the other runs are stopped nevertheless
         left.append(str(error))
   if left:
     raise LaunchError("; ".join(left))
@@ -130,10 +130,10 @@ def folder_of(name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _lock(name: str) -> Iterator[None]:
-  """Context in which this process holds the run, until it ends in whatever way.
+  """Context in which this process has the lock of a run; the lock ends with the process.
 
   Raises:
-    LaunchError: another process holds it.
+    LaunchError: another process has the lock.
   """
   path = folder_of(name) / "launcher"
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,12 +150,12 @@ def _lock(name: str) -> Iterator[None]:
 
 
 def _holder(name: str) -> int | None:
-  """The process that holds a run; None if there is none."""
+  """The process that has the lock of a run; None if no process has it."""
   with contextlib.suppress(FileNotFoundError), open(folder_of(name) / "launcher") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-      return int(file.read() or 0) or None  # nothing in the moment in which it begins
+      return int(file.read() or 0) or None  # the file is still empty if the process has just begun
   return None
 
 
@@ -163,12 +163,12 @@ def _holder(name: str) -> int | None:
 
 
 def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
-  """Stays with programs until all have ended, and prints the output of the first one.
+  """Stays with programs until all have ended, and prints the output of the first program.
 
-  Samplers end by themselves after a run that has finished; otherwise they are told to end.
+  Samplers end by themselves after the run has finished; otherwise they are told to end.
 
   Returns:
-    How the first program ended: finished, stopped or failed.
+    How the first program ended: "finished", "stopped" or "failed".
   """
   requested: list[int] = []
   end_samplers_at = float("inf")
@@ -192,9 +192,9 @@ def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
 
 @contextlib.contextmanager
 def _signals(requested: list[int]) -> Iterator[None]:
-  """Context in which signals to end are appended to a list."""
+  """Context in which the signals that request an end are appended to a list."""
   numbers = [signal.SIGTERM, signal.SIGINT]
-  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
     numbers.append(signal.SIGHUP)
   before = {n: signal.signal(n, lambda number, _: requested.append(number)) for n in numbers}
   try:
@@ -218,18 +218,18 @@ class Program:
 
     Args:
       name: the name of the program.
-      commands: port, which is free, → the command of each process.
-      environment: variables in addition to this process's.
+      commands: a free port → the command of each process.
+      environment: environment variables in addition to this process's variables.
       retries: how often to start the processes again.
     """
-    for log in folder_of(name).glob("process_*.log"):  # of an earlier launch
-      os.truncate(log, 0)  # and not removed, so that `logs` goes on
+    for log in folder_of(name).glob("process_*.log"):  # output of an earlier launch
+      os.truncate(log, 0)  # the file is not removed, so that `logs` can go on reading it
     self.name = name
-    self.state = "running"  # or finished, stopped, failed
+    self.state = "running"  # later "finished", "stopped" or "failed"
     self._start = lambda: _start_processes(name, commands, environment)
-    self._retries = retries  # that are left
+    self._retries = retries  # number of retries that are left
     self._processes = self._start()
-    self._is_ending = False  # since it was told to
+    self._is_ending = False  # whether the program was told to end
     self._kill_at = float("inf")
 
   def end(self) -> None:
@@ -246,7 +246,7 @@ class Program:
       return
     statuses = [process.poll() for process in self._processes]
     if None in statuses:
-      if any(statuses):  # one that never connects would wait for the others for minutes
+      if any(statuses):  # the other processes may wait minutes for the failed one to connect
         self._kill_at = min(self._kill_at, time.monotonic() + _END_S)
       for process in self._processes if time.monotonic() > self._kill_at else ():
         process.kill()
@@ -283,7 +283,7 @@ def _start_processes(
           stdout=file,
           stderr=file,
           env=os.environ | environment,
-          start_new_session=True,  # a signal of the terminal reaches this process alone
+          start_new_session=True,  # signals of the terminal reach only the launching process
         )
       )
   return processes

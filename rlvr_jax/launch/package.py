@@ -14,7 +14,7 @@ from rlvr_jax.launch.run import Run, parse_flags
 from rlvr_jax.launch.shell import LaunchError
 from rlvr_jax.launch.slices import Machines
 
-EXTRAS = "tpu,hf,gcs,math,reasoning-gym"  # of setup.py; installed on TPU machines
+EXTRAS = "tpu,hf,gcs,math,reasoning-gym"  # extras of setup.py that TPU machines install
 SHARED = "/mnt/rlvr_jax"  # mount point of a file system that all hosts share
 
 
@@ -22,7 +22,7 @@ class Package(NamedTuple):
   """The files of a commit."""
 
   version: str  # 12 digits of the commit; with uncommitted changes, followed by -dirty-CHECKSUM
-  root: pathlib.Path  # of the checkout
+  root: pathlib.Path  # root of the checkout
   files: tuple[str, ...]  # relative to `root`
 
   def write(self, folder: pathlib.Path) -> pathlib.Path:
@@ -53,14 +53,14 @@ def ship(
   Returns:
     The programs, which now know their commit, and the package.
   Raises:
-    LaunchError: the first program's flags cannot work on the hosts, or see `make_package`.
+    LaunchError: the first program's flags cannot work on the hosts; or see `make_package`.
   """
   package = make_package(pathlib.Path.cwd(), allow_dirty=allow_dirty)
   run = programs[0]
   values = parse_flags(run.flags)
   for name in ("config", "sweep"):
     path = values.get(name, "").partition(":")[0]
-    is_recipe = name == "config" and f"configs/{path}.py" in package.files  # named, see main
+    is_recipe = name == "config" and f"configs/{path}.py" in package.files  # a recipe by name
     if path and path not in package.files and not is_recipe:
       raise LaunchError(
         f"--{name}={path} is not in the commit: add it with git, and give its path from the root of"
@@ -80,8 +80,8 @@ def ship(
   hosts = machines.num_slices * machines.slice.hosts
   if run.is_sweep and hosts > 1:
     raise LaunchError(
-      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one host, such as"
-      " v5litepod-8 or v5p-8, or launch each run by itself"
+      f"--mode=sweep runs on one host, but these machines have {hosts} hosts: choose a --type with"
+      " one host, such as v5litepod-8 or v5p-8, or launch each run by itself"
     )
   commit = {"RLVR_JAX_COMMIT": package.version}  # the shipped files are not a checkout
   return [p._replace(environment={**commit, **p.environment}) for p in programs], package
@@ -92,7 +92,7 @@ def make_package(folder: pathlib.Path, *, allow_dirty: bool = False) -> Package:
 
   Args:
     folder: a folder in a git checkout of this repository.
-    allow_dirty: whether files may differ from the commit; the version then has a mark.
+    allow_dirty: whether files may differ from the commit; the version then ends with a checksum.
   Raises:
     LaunchError: `folder` is not in a checkout, or files differ from the commit.
   """

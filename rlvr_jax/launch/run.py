@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from rlvr_jax.launch.shell import LaunchError
 
-STOPPED = 143  # 128 + SIGTERM, after a requested shutdown; xpk restarts statuses 127 to 255
+STOPPED = 143  # exit status 128 + SIGTERM, after a requested shutdown; xpk restarts 127 to 255
 
 
 class Run(NamedTuple):
   """A program to launch: a run, or a sampler, which is launched like a run."""
 
   name: str
-  flags: tuple[str, ...]  # of rlvr_jax.main
+  flags: tuple[str, ...]  # flags of rlvr_jax.main
   environment: Mapping[str, str]
-  retries: int  # after preemptions or failures
+  retries: int  # number of restarts after preemptions or failures
 
   @property
   def is_sweep(self) -> bool:
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """The command of one process.
 
     Args:
-      python: the host's interpreter.
+      python: the Python interpreter of the host.
       place: flags by which the process finds the program's other processes; not used for a sweep.
     """
     own = () if self.is_sweep else place
@@ -79,7 +79,7 @@ def sampler_name(name: str, number: int | str) -> str:
 def parse_name(name: str) -> str:
   """Parses a run's name; for argparse.
 
-  systemd, TPU VMs and xpk must accept it, with a sampler's number behind it.
+  systemd, TPU VMs and xpk must accept the name, also with a sampler's number after it.
   """
   if not re.fullmatch(r"[a-z]([-a-z0-9]{0,26}[a-z0-9])?", name):
     raise argparse.ArgumentTypeError(

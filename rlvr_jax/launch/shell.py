@@ -17,7 +17,7 @@ class CommandError(LaunchError):
 
 
 class Shell:
-  """Runs commands and prints what it runs; with `dry_run` it only prints."""
+  """Runs commands and prints them; with `dry_run` it only prints them."""
 
   def __init__(self, *, dry_run: bool = False):
     self.dry_run = dry_run
@@ -33,7 +33,7 @@ class Shell:
       _execute(command)
 
   def capture(self, command: Sequence[str]) -> str:
-    """Runs a command and returns its output; "" in a dry run. Raises as `run` does."""
+    """Runs a command and returns its output; "" in a dry run. Raises the errors of `run`."""
     if self.dry_run:
       say(shlex.join(command))
       return ""
@@ -42,7 +42,7 @@ class Shell:
   def follow(self, command: Sequence[str]) -> subprocess.Popen | None:
     """Starts a command in the background with this program's output; None in a dry run."""
     say(shlex.join(command))
-    # In its own session: Ctrl-C ends only this program, which then terminates the command.
+    # The command has its own session: Ctrl-C ends only this program, which then ends the command.
     return None if self.dry_run else subprocess.Popen(command, start_new_session=True)
 
 

@@ -27,13 +27,13 @@ _KINDS = {
   "v5p": _Kind("v2-alpha-tpuv5", 2, 4, _CUBES),
   "v6e": _Kind("v2-alpha-tpuv6e", 1, 8, _FLAT),
 }
-_CHIPS_PER_HOST = 4  # of slices with several hosts
+_CHIPS_PER_HOST = 4  # in slices with several hosts
 
 
 class Slice(NamedTuple):
   """A TPU slice."""
 
-  name: str  # in Cloud's spelling
+  name: str  # the name in Cloud's spelling
   chips: int
   hosts: int
   runtime: str  # software version of TPU VMs

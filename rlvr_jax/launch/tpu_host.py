@@ -33,7 +33,7 @@ def start_script(run: Run, version: str, share: str) -> str:
     f'[ ! -e "$HOME/{version}.tar.gz" ] || tar -xzf "$HOME/{version}.tar.gz" -C "$code"',
     f'rm -f "$HOME/{version}.tar.gz" "$base/{run.name}.stopped"',
     *_mount_lines(share),
-    # Once per machine and setup.py. The machines' own Python may be too old.
+    # Made once per machine and setup.py. The machine's own Python may be too old.
     'venv="$base/venv-$(sha256sum < "$code/setup.py" | cut -c1-12)"',
     'if [ ! -e "$venv/ready" ]; then',
     "  python3 -m pip install --quiet --user uv",
@@ -79,7 +79,7 @@ def stop_script(name: str) -> str:
 
 
 def logs_script(name: str, lines: str, *, follow: bool) -> str:
-  """The script that prints the process's last lines, or "all"; with `follow`, also new ones."""
+  """The script that prints a process's last lines, or "all" lines; with `follow`, new lines too."""
   command = f"journalctl --user --unit={unit_name(name)} --output=cat --lines={lines}"
   return f"exec {command}{' --follow' if follow else ''}\n"
 
@@ -103,7 +103,7 @@ def _mount_lines(share: str) -> list[str]:
 
 
 def _service_command(run: Run) -> str:
-  """The command that starts the service in the user's control group, where sandboxes add theirs."""
+  """The command that starts the service in the user's control group; sandboxes add groups there."""
   settings = {
     "Restart": "on-failure",
     "RestartSec": 10,

@@ -24,7 +24,7 @@ from rlvr_jax.launch.run import Run, sampler_name
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell, say, warn
 from rlvr_jax.launch.slices import Machines
 
-_SLICES = "rlvr_jax_slices"  # label of all that this program creates; its value is their number
+_SLICES = "rlvr_jax_slices"  # label of each queued resource; its value is the number of slices
 _LOST = ("SUSPENDED", "FAILED")  # a preempted queued resource is suspended
 
 
@@ -41,7 +41,7 @@ class QueuedResource:
   """The machines of one program: a queued resource of the same name, of one or several slices."""
 
   def __init__(self, name: str, num_slices: int, args: argparse.Namespace, shell: Shell):
-    """Makes no machines; `args` has their zone and project."""
+    """Makes no machines yet; `args` has their zone and project."""
     self.name = name
     self.shell = shell
     self._num_slices = num_slices
@@ -95,7 +95,7 @@ class QueuedResource:
       self.shell.run(self._ssh(node, script))
 
   def host_states(self) -> list[str]:
-    """The state of the process on each host; raises CommandError if a slice reports none."""
+    """The state of the process on each host; CommandError if no host of a slice reports a state."""
     states = []
     for node in self._nodes:
       text = self.shell.capture(self._ssh(node, tpu_host.state_script(self.name)))
@@ -106,7 +106,7 @@ class QueuedResource:
     return states
 
   def follow_command(self, lines: str) -> list[str]:
-    """The command that prints the last lines of process 0, and then new ones."""
+    """The command that prints the last lines of process 0, and then new lines."""
     script = tpu_host.logs_script(self.name, lines, follow=True)
     return self._ssh(self._nodes[0], script, worker="0")
 
@@ -147,7 +147,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
       shell.follow(watches[0].resource.follow_command("all"))
     else:
       for name in watches[0].resource.samplers():
-        if name not in (program.name for program in programs):  # others sample its groups
+        if name not in (program.name for program in programs):  # other samplers take its groups
           QueuedResource(name, 1, args, shell).stop()
       _supervise(watches, args.poll_s)
   if args.keep:
@@ -158,7 +158,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
 
 
 def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Prints the state of the machines, and of the process on every host, of samplers too."""
+  """Prints the state of the machines and of the process on every host, also for samplers."""
   for resource in _resources(name, args, shell):
     state = resource.state()
     if not shell.dry_run:
@@ -180,7 +180,7 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Stops and deletes all machines that this program has created in the zone; lists the others.
+  """Stops and deletes all machines that this program has created in the zone; lists other machines.
 
   A dry run also reads the list of machines, and prints the commands for them.
 
@@ -192,7 +192,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
       say(f"{name}: {state}")
       try:
         QueuedResource(name, int(num_slices), args, shell).stop()
-      except CommandError as error:  # the others are deleted all the same
+      except CommandError as error:  # the other machines are deleted nevertheless
         warn(str(error))
   if shell.dry_run:
     return
@@ -206,12 +206,12 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
 
 
 def _listed(args: argparse.Namespace, shell: Shell) -> list[list[str]]:
-  """Name, state and label, "" without one, of each queued resource in the zone."""
+  """[name, state, label] of each queued resource in the zone; "" for a missing label."""
   shown = f"value(name.basename(),state.state,tpu.nodeSpec[0].node.labels.{_SLICES})"
   command = ["gcloud", "compute", "tpus", "queued-resources", "list", f"--format={shown}"]
   command += [*_place(args), "--quiet"]
-  if shell.dry_run:  # it changes nothing, and only it says what there is
-    shell.capture(command)  # prints it
+  if shell.dry_run:  # listing changes nothing, so a dry run lists, too
+    shell.capture(command)  # prints the command
     shell = Shell()
   lines = shell.capture(command).splitlines()
   return [[*line.split("\t"), "", ""][:3] for line in lines if line.strip()]
@@ -231,35 +231,35 @@ def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[Queued
 
 
 class _Setup(NamedTuple):
-  """What a program's machines are made and prepared with."""
+  """The settings with which a program's machines are made and prepared."""
 
   run: Run
   machines: Machines
   service_account: str
-  archive: pathlib.Path  # the package
-  version: str  # of the package
+  archive: pathlib.Path  # the file of the package
+  version: str  # the version of the package
   nfs: str
 
 
 def _supervise(watches: Sequence[_Watch], poll_s: float) -> None:
-  """Watches programs until the first one has finished, whose output is printed.
+  """Watches programs until the first program has finished, and prints the output of that program.
 
-  A sampler that fails for good is left alone: the run goes on without it.
+  A sampler that cannot go on is no longer watched: the run goes on without it.
 
   Raises:
-    LaunchError: the first one cannot go on.
+    LaunchError: the first program cannot go on.
   """
   run = watches[0]
   log: subprocess.Popen | None = None
   is_first_round = True
   try:
-    with ThreadPoolExecutor(len(watches)) as pool:  # to prepare a host takes minutes
+    with ThreadPoolExecutor(len(watches)) as pool:  # preparing a host takes minutes
       while True:
         steps = [(watch, pool.submit(watch.step)) for watch in watches]
         for watch, step in steps:
           try:
             has_finished = step.result()
-          except CommandError as error:  # this machine is offline, or theirs go away
+          except CommandError as error:  # this machine is offline, or the others are gone
             if is_first_round:
               raise
             warn(f"{error}; trying again in {poll_s:g} s")
@@ -272,7 +272,7 @@ def _supervise(watches: Sequence[_Watch], poll_s: float) -> None:
             if has_finished and watch is run:
               return
         if log is not None and not run.is_prepared:
-          _terminate(log)  # its machines are gone
+          _terminate(log)  # the machines that it reads from are gone
         if run.is_prepared and (log is None or log.poll() is not None):
           lines = "20" if log else "all"
           log = run.resource.shell.follow(run.resource.follow_command(lines))
@@ -289,7 +289,7 @@ def _terminate(process: subprocess.Popen) -> None:
 
 
 class _Watch:
-  """Supervises one program: polls its machines, and does what is due."""
+  """Supervises one program: polls its machines, and creates, prepares or replaces them."""
 
   def __init__(self, setup: _Setup, resource: QueuedResource):
     self.setup = setup
@@ -297,7 +297,7 @@ class _Watch:
     self.is_prepared = False  # whether the hosts were prepared
     self._was_active = False  # whether the machines ever existed
     self._preemptions = 0
-    self._state = ""  # of the queued resource, when last seen
+    self._state = ""  # last seen state of the queued resource
 
   def step(self) -> bool:
     """Polls the machines once, and acts on changes.
@@ -312,7 +312,7 @@ class _Watch:
     state = self._state = self.resource.state()
     if state != previous:
       say(f"{name}: {state or 'no queued resource yet'}")
-    if state == "" and previous:  # by `stop`: what this program deletes, it asks for at once
+    if state == "" and previous:  # `stop` has deleted them: this program requests new ones at once
       raise LaunchError(f"the machines of {name} were deleted during the run")
     if state == "":
       self.create()
@@ -335,7 +335,7 @@ class _Watch:
     self.is_prepared = True
 
   def _replace_machines(self, state: str) -> None:
-    """Deletes preempted machines and requests new ones, or, if that fails, the next step does."""
+    """Deletes preempted machines and requests new machines; if that fails, `step` tries again."""
     name, retries = self.resource.name, self.setup.run.retries
     if state == "FAILED" and not self._was_active:
       self.resource.describe()
@@ -350,12 +350,12 @@ class _Watch:
       )
     self._preemptions += 1
     self.is_prepared = False
-    self.resource.delete()  # fails where `stop` was faster
+    self.resource.delete()  # fails if `stop` was faster
     self._state = ""
     self.create()
 
   def _maintain_hosts(self) -> bool:
-    """Starts the program on hosts where it is missing; returns whether it has finished on all."""
+    """Starts the program on hosts that lack it; returns whether it has finished on all hosts."""
     name = self.resource.name
     states = self.resource.host_states() if self.is_prepared else ["missing"]
     if "stopped" in states:

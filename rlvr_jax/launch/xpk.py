@@ -80,7 +80,7 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Raises LaunchError: others may have workloads in the cluster, which itself is billed."""
+  """Raises LaunchError: other users may have workloads in the cluster, which itself is billed."""
   del shell
   raise LaunchError(
     "stop --all is for local and tpu_vm: give --name; machines of a cluster are billed until"
@@ -102,10 +102,10 @@ def create_command(
   command += [f"--storage={args.storage}"] * bool(args.storage)
   # xpk restarts pods that a signal has ended. Status 1: another host was lost, so restart, too.
   command += [f"--max-restarts={run.retries}", "--restart-on-exit-codes=1"]
-  command += ["--termination-grace-period-seconds=300"]  # to save
+  command += ["--termination-grace-period-seconds=300"]  # time to save
   command += [f"--env={name}={value}" for name, value in run.environment.items()]
   command += ["--quiet"]  # an earlier workload of this name has ended: overwrite it
-  # In place of the shell that xpk starts it with, so that it gets that one's signals.
+  # `exec` puts the program in place of xpk's shell, so that it gets the signals of that shell.
   return [*command, f"--command=exec {shlex.join(run.command('python', '--distributed'))}"]
 
 
@@ -115,7 +115,7 @@ def delete_command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def list_command(name: str, args: argparse.Namespace) -> list[str]:
-  """The command that lists the workloads whose names begin with a run's."""
+  """The command that lists the workloads whose names begin with a run's name."""
   return ["xpk", "workload", "list", f"--filter-by-job={name}", *_place_flags(args)]
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and coefficients → per-token loss. One factory per loss, looked up by name."""
+"""Losses map log-probabilities and coefficients to per-token losses. Names are factories."""
 
 from rlvr_jax.losses.base import Loss as Loss
 from rlvr_jax.losses.base import token_loss as token_loss

@@ -20,10 +20,10 @@ class Loss(NamedTuple):
   """A policy loss on log-probabilities; it does not depend on the model.
 
   Attributes:
-    per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
-      (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the full batch. Losses of
-      masked tokens are finite but have no meaning; the aggregation drops them. Coefficients are
-      f32[P, G, T] if the advantage has one for each token, see `Advantage.per_token`.
+    per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) → (losses
+      f32[P, G, T], metrics). `batch` may be one micro-batch of the full batch. Losses of masked
+      tokens are finite but arbitrary; the aggregation drops them. Coefficients are f32[P, G, T] if
+      the advantage has one for each token, see `Advantage.per_token`.
     statistics: (policy_logprobs, batch, coefficients) of the *full* batch → the `statistics`
       argument of `per_token`, constant for differentiation; None if the loss needs none.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
@@ -70,7 +70,7 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
-  """log π_prox f32[P, G, T], nats, as a constant.
+  """The log-probabilities log π_prox, f32[P, G, T], nats, as a constant.
 
   π_prox is the policy when the batch is first trained on.
 
@@ -110,7 +110,7 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array | bool]]) -> Loss
 
 
 def _check_result(result: Any, tokens: Tokens) -> None:
-  """Raises ValueError unless `result` is losses and clipped, as `token_loss` asks for."""
+  """Raises ValueError unless `result` has the form (losses, clipped) that `token_loss` requires."""
   P, G, T = tokens.mask.shape
   if isinstance(result, tuple) and len(result) == 2:
     losses, clipped = (jnp.shape(part) for part in result)
@@ -123,7 +123,7 @@ def _check_result(result: Any, tokens: Tokens) -> None:
 
 
 def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
-  """Metrics: the share of loss tokens with a clipped or capped ratio; also by the sign of A.
+  """Metrics: the share of loss tokens with a clipped or capped ratio, in all and by the sign of A.
 
   Args:
     clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False if there is no bound.
@@ -132,7 +132,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Metrics: the share of marked tokens among loss tokens: all, those with A > 0, with A < 0.
+  """Metrics: the shares of marked tokens among all loss tokens, and those with A > 0 and A < 0.
 
   The metric over all loss tokens keeps each token's mark, see `types.Mean`.
 
@@ -155,24 +155,25 @@ def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: A
 def exp_or_constant(x: Array) -> Array:
   """eˣ, with derivative 0 where eˣ is infinite, since 0 times an infinite derivative is NaN.
 
-  So a token that is dropped from the loss has no gradient, however large its ratio. A token that
-  stays makes the loss infinite, and the update is skipped and counted.
+  So a token that is dropped from the loss has no gradient, however large its ratio. An infinite
+  ratio of a token that stays makes the loss infinite, and the update is skipped and counted.
   """
   is_infinite = jnp.isinf(jnp.exp(jax.lax.stop_gradient(x)))
   return jnp.exp(jnp.where(is_infinite, jax.lax.stop_gradient(x), x))
 
 
 def score_function(weights: Array | float, tokens: Tokens) -> Array:
-  """−sg(w)·A·log π, whose gradient is −w·A·∇log π; f32[P, G, T]."""
+  """The loss −sg(w)·A·log π, f32[P, G, T], whose gradient is −w·A·∇log π."""
   return -jax.lax.stop_gradient(weights) * tokens.coefficients * tokens.policy_logprobs
 
 
 def follow(values: Array, terms: Array) -> Array:
-  """`values` at every token, with the gradient of `terms`: sg(v) + x − sg(x); sg stops gradients.
+  """An array with the values v at every token and the gradient of the terms x: sg(v) + x − sg(x).
 
-  If v is the logarithm of a full response's ratio, the exponential of the result is the ratio's
-  token form. The sum of the token form over the tokens has the response's value and gradient times
-  the token count. Dropping a token from the loss drops exactly that token's gradient.
+  sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of the
+  result is the token form of the response's ratio. Summed over these tokens, it has n times the
+  ratio's value and n times its gradient. Dropping a token from the loss drops exactly this token's
+  gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

@@ -29,7 +29,7 @@ def number_of(share: float, mask: Array) -> Array:
 
 
 def largest(scores: Array, eligible: Array, count: Array) -> Array:
-  """bool[...]: the `count` eligible entries with the largest scores; earlier entries win ties."""
+  """A mask of the `count` eligible entries with the largest scores; earlier entries win ties."""
   flat = jnp.where(eligible, scores, -jnp.inf).reshape(-1)
   order = jnp.argsort(-flat)  # stable
   rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
@@ -37,15 +37,15 @@ def largest(scores: Array, eligible: Array, count: Array) -> Array:
 
 
 def chances_of(batch: TrainBatch, seed: int) -> Array:
-  """A uniform random number for each loss token, f32[P, G, T]; any value elsewhere.
+  """A uniform random number for each loss token, f32[P, G, T]; arbitrary at other tokens.
 
-  The loss tokens of the batch, in their order, determine the numbers. A rerun draws the same
-  numbers; padding and an environment's tokens do not change them.
+  The batch's loss tokens and their order determine the numbers. So a rerun draws the same numbers,
+  and padding and an environment's tokens do not change them.
   """
   is_kept = batch.mask > 0
   ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # before each token
   tokens = jnp.where(is_kept, batch.tokens, 0).astype(jnp.uint32)
-  # Integer arithmetic modulo 2³²: the order of the sum does not matter.
+  # In integer arithmetic modulo 2³², the order of the sum does not matter.
   hashed = jnp.sum(tokens * (2 * ranks.astype(jnp.uint32) + 1), dtype=jnp.uint32)
   key = jax.random.fold_in(jax.random.key(seed), hashed)
   return jax.vmap(lambda rank: jax.random.uniform(jax.random.fold_in(key, rank)))(
@@ -65,11 +65,11 @@ def clip_cov(
   """`ppo_clip`, with the loss 0 for a random share of the tokens with a large covariance.
 
   c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The tokens that
-  are not clipped and have low < c < high are eligible. Of them max(1, ⌊share·n⌋) are drawn, for n
-  loss tokens.
+  are not clipped and have low < c < high are eligible. Of n loss tokens, max(1, ⌊share·n⌋) eligible
+  tokens are drawn.
 
   Args:
-    share: in (0, 1], of the loss tokens.
+    share: in (0, 1], the drawn share of the loss tokens.
     low, high: the interval of c; high above low.
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
@@ -138,7 +138,7 @@ def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
   ) -> tuple[Array, Metrics]:
     tokens = prepare_tokens(policy_logprobs, batch, coefficients)
     losses, _ = clipped_surrogate(tokens.log_ratios, tokens.coefficients, low=0.0, high=jnp.inf)
-    # |log ρ| whose derivative at 0 is 0.
+    # This form of |log ρ| has the derivative 0 at 0.
     signs = jnp.sign(jax.lax.stop_gradient(tokens.log_ratios))
     penalty = jnp.where(statistics, coefficient * signs * tokens.log_ratios, 0.0)
     return losses + penalty, {

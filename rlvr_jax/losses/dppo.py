@@ -19,13 +19,13 @@ from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.masked import masked_fill, mean_metric
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
-# Bounds of the authors' examples, by divergence.
+# Divergence → the bound in the authors' examples.
 DELTAS = {"tv": 0.15, "kl": 0.05}
 TRUNCATION = 20.0  # of the score form, unless another one is set
 
-# Least 1 − p that float32 tells from 0: its numbers next to 1 are 1 and 1 − 2⁻²⁴, so that a p which
-# is computed from float32 and comes out as 1, log p = 0, says no more than 1 − p ≤ 2⁻²⁴. Taken as
-# 0 it would be an infinite divergence from any q < 1, also from the next number.
+# The least 1 − p that float32 can represent for p < 1. If p is computed in float32 as 1, with log p
+# = 0, it is only known that 1 − p ≤ 2⁻²⁴. With 1 − p = 0 the divergence from any q < 1, even from
+# the next smaller number, would be infinite.
 _LEAST_REST = 2.0**-24
 
 
@@ -63,8 +63,8 @@ def dppo(
 
   ρ = π/β. A token is dropped if its probability has moved further than allowed in the direction
   that A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p
-  is π's probability of the token, q the anchor's, and D the total variation or the KL divergence
-  of "this token or another one". Intended for the aggregation `constant`.
+  is π's probability of the token, q the anchor's probability, and D the total variation or the KL
+  divergence of "this token or another one". Intended for the aggregation `constant`.
 
   Args:
     divergence: D, "tv" or "kl".

@@ -17,13 +17,13 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 class Interval(NamedTuple):
   """The clip interval of ρ for the full batch."""
 
-  low: Array  # f32[], 0 if nothing is clipped
-  high: Array  # f32[], inf if nothing is clipped
+  low: Array  # f32[], the lower end; 0 if nothing is clipped
+  high: Array  # f32[], the upper end; inf if nothing is clipped
   second_moment: Array  # f32[], mean (log ρ)² of harmful tokens, nats²
 
 
 def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
-  """The largest t² among the n harmful Δ² for which Σ min(Δ², t²) < τn; 0 if none satisfies it.
+  """The largest t² among the n harmful Δ² for which Σ min(Δ², t²) < τn; 0 if there is none.
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².
@@ -49,8 +49,8 @@ def clip_interval(
   squares = jnp.square(tokens.log_ratios)
   second_moment = masked_mean(squares, harmful)
   threshold = second_moment_threshold(squares, harmful, budget=budget)
-  # Just below t², so that the token at t² is clipped whatever the rounding. The authors' code
-  # subtracts 1e-12.
+  # Slightly less than t², so that rounding cannot exempt the token at t² from clipping. The
+  # authors' code subtracts 1e-12.
   margin = jnp.maximum(1e-12, 64 * jnp.finfo(threshold.dtype).eps * threshold)
   bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
   within_budget = second_moment <= budget  # also without a harmful token
@@ -104,7 +104,7 @@ def m2po(
       **clip_metrics(clipped, tokens),
       "loss/second_moment": Mean(total=interval.second_moment, weight=one),
       "loss/clip_active": Mean(total=one * active, weight=one),
-      # Means over the updates that have an interval.
+      # These metrics are means over the updates that clip.
       "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
       "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
     }

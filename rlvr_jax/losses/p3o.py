@@ -14,7 +14,7 @@ from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import log_ratios, normalized_ess
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
-# The authors clip log(β/π) to ± this inside the exponential of k3, nats.
+# The authors clip log(β/π) to ± this bound inside the exponential of k3; nats.
 K3_LOG_RATIO_BOUND = 10.0
 
 
@@ -39,9 +39,9 @@ def p3o(
     ess: the set over which e is computed: "batch" (global) or "sequence" (each response); "one"
       sets e = 1.
     ess_scope: the rollouts that share one e if ess="batch": "batch" for all rollouts of the update,
-      or the size of a block of consecutive rollouts, which must divide the batch. The authors' code
-      has blocks of 16 rollouts, a micro-batch over all ranks. A few large ratios then lower e only
-      in their own block.
+      or the size of a block of consecutive rollouts, which must divide the batch. With blocks, a
+      few large ratios lower e only in their own block. In the authors' code a block is a
+      micro-batch of all ranks, 16 rollouts.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"

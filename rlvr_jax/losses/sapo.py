@@ -28,7 +28,7 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
 
   def per_token(tokens: Tokens) -> tuple[Array, Array]:
     temperature = jnp.where(tokens.coefficients > 0, temperature_positive, temperature_negative)
-    # The gate of a ratio that large is 0. Infinite, it would give the gradient 0·∞.
+    # The gate of a ratio at this bound is already 0; an infinite ratio would give the gradient 0·∞.
     ratios = jnp.exp(jnp.minimum(tokens.log_ratios, LARGEST_LOG_RATIO))
     sigmoid = jax.nn.sigmoid(temperature * (ratios - 1))
     gate = 4 * sigmoid * (1 - sigmoid)

@@ -22,7 +22,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 # The authors' bounds on log W, nats.
 LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
-# A response whose weight is below this is reported as lost.
+# Responses whose weight is below this bound count in `loss/clip_fraction`.
 LOST_WEIGHT = 1e-3
 
 
@@ -60,7 +60,7 @@ def vespo(
     check_between("vespo", "token_truncation", token_truncation, low=0.0, open_low=True)
 
   def log_weights(policy_logprobs: Array, batch: TrainBatch) -> Array:
-    """log W of each response, f32[P, G, 1]."""
+    """The logarithm of each response's ratio W, f32[P, G, 1], within the authors' bounds."""
     if token_truncation is None:
       terms = log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask)
     else:

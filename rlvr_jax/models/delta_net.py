@@ -1,6 +1,6 @@
 """Gated DeltaNet: mixes a layer's tokens by a state of constant size, in place of attention.
 
-    q, k, v = silu(conv(x·W)) by head, q and k of length 1;  g = −e^a·softplus(x·W_g + b);
+    q, k, v = silu(conv(x·W)) per head, q and k of unit norm;  g = −e^a·softplus(x·W_g + b);
     β = σ(x·W_β);  o from `ops.delta_rule`;  y = (rms(o) ⊙ silu(x·W_z))·W_o
 
 Parameters of the stacked layers, under "blocks/delta": query, key [layers, D, N_k·d_k], value, gate
@@ -81,7 +81,7 @@ class DeltaNet(nnx.Module):
     self.strength = init_kernel(rngs, (width, heads), dtype)
     self.decay = init_kernel(rngs, (width, heads), dtype)
     self.output = init_kernel(rngs, (values, width), dtype, residual_gain)
-    # A sum of T taps keeps the variance.
+    # With this scale the convolution, a sum over T taps, keeps the variance.
     init_taps = lambda channels: nnx.Param(
       (jax.random.normal(rngs.params(), (channels, taps)) * taps**-0.5).astype(dtype)
     )
@@ -98,7 +98,7 @@ class DeltaNet(nnx.Module):
     """Mixes tokens x[R, L, D].
 
     Args:
-      mix: one of `ops.delta_rule`: inputs → (results [R, L, N, d_v], carry).
+      mix: a function of `ops.delta_rule`: inputs → (results [R, L, N, d_v], carry).
     Returns:
       y, and the carry.
     """

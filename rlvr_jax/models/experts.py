@@ -47,8 +47,8 @@ class ExpertSettings:
 
   number: int  # E
   per_token: int  # k
-  width: int  # F, of one expert
-  shared_width: int = 0  # of the expert for all tokens; 0: none
+  width: int  # F, the hidden width of one expert
+  shared_width: int = 0  # hidden width of the shared expert; 0: there is none
   normalized_weights: bool
   products: str  # one of `ops.grouped.KINDS`
 
@@ -82,7 +82,7 @@ class Routing(NamedTuple):
   experts: Array  # i32[..., k], by falling probability; `NO_EXPERT` where there is no token
   weights: Array  # [..., k], at least float32; 0 where there is no token
   probabilities: Array  # [..., E], at least float32, of all experts
-  # As `experts`; another choice than these where they were given.
+  # The router's own choice, in the form of `experts`; the two differ only if routes were given.
   own: Array
 
 
@@ -159,7 +159,8 @@ class Experts(nnx.Module):
       return mixed
     with jax.named_scope("shared_expert"):
       hidden = activation(dense(x, self.shared_gate)) * dense(x, self.shared_up)
-      # Not as a product with one column: XLA on CPU adds that up in another order in the last rows.
+      # A sum, since XLA on CPU adds up a matrix product with one column in another order in the
+      # last rows.
       wide = jnp.promote_types(x.dtype, jnp.float32)
       terms = x.astype(wide) * self.shared_weight[..., 0].astype(wide)
       weight = jax.nn.sigmoid(jnp.sum(terms, axis=-1, keepdims=True)).astype(x.dtype)
@@ -171,14 +172,15 @@ class Experts(nnx.Module):
     with jax.default_matmul_precision("highest"):  # rounded inputs could choose other experts
       logits = dense(wide, self.router)
     probabilities = jax.nn.softmax(logits, axis=-1)
-    # Of equal probabilities, the first expert's counts as larger.
+    # Among experts of equal probability, top_k takes the first.
     _, own = jax.lax.top_k(jax.lax.stop_gradient(probabilities), self.settings.per_token)
     experts = own if routes is None else routes.astype(jnp.int32)
     if real is not None:
       own, experts = (jnp.where(real[..., None], x, NO_EXPERT) for x in (own, experts))
     experts = checkpoint_name(experts, ROUTES)
     chosen = functools.partial(jnp.take_along_axis, indices=jnp.maximum(experts, 0), axis=-1)
-    # Over the chosen logits: replayed experts far below the others have probabilities of 0.
+    # The softmax runs over the chosen logits: the probabilities of replayed experts may underflow
+    # to 0, and cannot be normalized.
     normalized = self.settings.normalized_weights
     weights = jax.nn.softmax(chosen(logits), axis=-1) if normalized else chosen(probabilities)
     weights = jnp.where(experts < 0, 0, weights)
@@ -222,7 +224,7 @@ def _mix(
 def _product(
   rows: Array, kernels: Array | Rounded, *, choices: Array, order: Order, kind: str
 ) -> Array:
-  """The grouped product in the rows' dtype, also with kernels in 8 bits."""
+  """The product of each row with its expert's kernel, which may have 8 bits, in the rows' dtype."""
   values = kernels.values if isinstance(kernels, Rounded) else kernels
   out = checkpoint_name(grouped_product(rows, values, order.groups, kind), PRODUCT)
   if isinstance(kernels, Rounded):
@@ -238,7 +240,7 @@ def _kernels_of(parameter: nnx.Param) -> Array | Rounded:
 
 
 def _kernel_specs(kernel: Array | Rounded, spec: PartitionSpec) -> Any:
-  """The partition of kernels; their scale has length 1 along the axis that products sum over."""
+  """The partition of a kernel and, if it is `Rounded`, of its scale, whose axis 1 has length 1."""
   if not isinstance(kernel, Rounded):
     return spec
   specs: Any = spec, PartitionSpec(None, None, *spec[2:])

@@ -1,8 +1,8 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count 2·M·N·K each, over real tokens and the keys that these attend to. A state of a
-gated DeltaNet counts two products with a vector per token, as in its recurrence, not as in the
-chunks of `ops.delta_rule`; the outer product that changes a state is elementwise. Padding, masked
+Matrix products count 2·M·N·K each, over real tokens and the keys that these attend to. A gated
+DeltaNet's state is multiplied by two vectors per token, as in its recurrence, not as in the chunks
+of `ops.delta_rule`; the outer product that changes the state counts as elementwise. Padding, masked
 scores, rematerialization and elementwise operations do not count.
 """
 
@@ -23,7 +23,7 @@ class _Forward(NamedTuple):
   """FLOPs of a forward pass, grouped by their cost in the backward pass."""
 
   kernels: float  # products with weights
-  attention: float  # of activations with one another
+  attention: float  # products of two activations
   tokens: float  # number of tokens that the layers process
 
 
@@ -131,13 +131,13 @@ def _forward(
 
 
 def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
-  """FLOPs per token of one layer's projections; of experts only those that a token chooses."""
+  """FLOPs per token of one layer's projections; only the experts that a token chooses count."""
   if mixer != DELTA:
     heads = c.heads_of(mixer)
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
     gate = queries if c.attention_gate else 0
     has_value = not (mixer == FULL and c.full_keys_as_values)
-    # query, output; key, value
+    # Kernels of query and output, of key and value, and of the gate.
     of_mixer = c.width * (2 * queries + (1 + has_value) * keys + gate)
   else:
     assert c.delta is not None
@@ -151,13 +151,13 @@ def _layer_flops_per_token(c: TransformerConfig, mixer: str, mlp: str) -> float:
 
 
 def _recurrence_flops_per_token(c: TransformerConfig) -> float:
-  """FLOPs of a gated DeltaNet's states: read for the key, and read for the query."""
+  """FLOPs per token of reading a gated DeltaNet's state, once by the key and once by the query."""
   sizes = c.delta
   return 0.0 if sizes is None else 4.0 * sizes.value_heads * sizes.key_dim * sizes.value_dim
 
 
 def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
-  """Number of keys that the first n tokens attend to, each at most `window`, summed over them."""
+  """Keys that the first n tokens attend to, in total; each token attends to at most `window`."""
   near = lengths if window is None else np.minimum(lengths, window)
   return near * (near + 1) // 2 + (lengths - near) * near
 

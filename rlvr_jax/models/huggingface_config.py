@@ -29,8 +29,8 @@ CONFIG = "config.json"
 
 # Fields that a multimodal model's config.json has outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-# What a mixture may have that is not computed here, if the field is set: shared experts without a
-# gate, routing within groups of experts, other scores than a softmax, noise, and clipping.
+# Fields of mixtures that are refused if they are set: shared experts without a gate, routing within
+# groups of experts, other scores than a softmax, noise, and clipping.
 _NOT_OF_MIXTURES = (
   *("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts"),
   *("n_group", "topk_group", "topk_method", "num_expert_group", "moe_layer_freq"),
@@ -38,7 +38,7 @@ _NOT_OF_MIXTURES = (
   *("moe_router_enable_expert_bias", "attention_sinks", "router_jitter_noise", "clip_qkv"),
 )
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-# `TransformerConfig`'s fields that config.json does not have in every family.
+# Fields of `TransformerConfig` that some families' config.json lacks, with their values there.
 _PLAIN: dict[str, Any] = dict(
   qk_norm=False,
   joint_qk_norm=False,
@@ -90,8 +90,8 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
   """
   if CONFIG not in list_files(directory):
     raise FileNotFoundError(
-      f"{directory} has no {CONFIG}; name the folder of a checkpoint (that of configs/pretrained.py"
-      " is made by: python -m rlvr_jax.models.pretrained)"
+      f"{directory} has no {CONFIG}; name the folder of a checkpoint (to make the checkpoint of"
+      " configs/pretrained.py, run: python -m rlvr_jax.models.pretrained)"
     )
   return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
@@ -104,7 +104,7 @@ def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]
 
 
 def longest_text(directory: str | os.PathLike[str]) -> int | None:
-  """The maximum length in tokens that config.json states, or None.
+  """The maximum length in tokens that config.json states, or None if it states none.
 
   Longer sequences can be computed, but the network was not trained on them.
   """
@@ -165,15 +165,15 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer is a linear_attention; that is not supported")
+      raise ValueError(f"{owner}: no layer has the type linear_attention; this family has some")
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields
 
 
 def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None:
-  """Raises ValueError if settings ask for what networks here do not compute."""
-  # "vision": of tokens of images alone (Gemma 4).
+  """Raises ValueError if a setting asks for something that is not implemented here."""
+  # "vision" makes attention bidirectional only among the tokens of an image (Gemma 4).
   if c.get("use_bidirectional_attention") not in (None, False, "vision"):
     raise ValueError(
       f"{owner}: use_bidirectional_attention is set; only causal models are supported"
@@ -182,7 +182,7 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
   unread = [name for name in _NOT_OF_MIXTURES if name not in own and c.get(name)]
   if family.is_mixture and unread:
     raise ValueError(
-      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; mixtures are those of"
+      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; known mixtures are"
       f" {', '.join(MIXTURES)}, whose layers have routed experts, chosen by a plain softmax"
     )
   for name, values in family.allowed.items():
@@ -194,7 +194,7 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
 
 
 def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """Whether each layer of a Qwen3-MoE has experts; None if all have."""
+  """For each layer of a Qwen3-MoE, whether it has experts; None if all layers have them."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   step = _check_size(owner, "decoder_sparse_step", c["decoder_sparse_step"])
   dense = c.get("mlp_only_layers") or []
@@ -226,14 +226,14 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
     return kind, _with_usual_number(kind, published, owner)
   text = published.get("text_config") or {}
   if not isinstance(text, Mapping) or text.get("model_type", family) != family:
-    raise ValueError(f"{owner}: text_config = {text!r} is not that of a {family}")
+    raise ValueError(f"{owner}: text_config = {text!r} is not the configuration of a {family}")
   outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
   tied = {"tie_word_embeddings": FAMILIES[family].defaults["tie_word_embeddings"]}
   return family, _with_usual_number(family, dict(text) | tied | outer, owner)
 
 
 def _with_usual_number(family: str, published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """The settings, with the family's own name of the number of experts, which has two."""
+  """The settings, with the number of experts, which has two names, under the family's own name."""
   if not FAMILIES[family].is_mixture:
     return dict(published)
   names = ("num_experts", "num_local_experts")
@@ -263,7 +263,7 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
 
 
 def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """Whether each layer is without rotary embedding; None if none is."""
+  """For each layer, whether it lacks a rotary embedding; None if no layer does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   rotates = c.get("no_rope_layers")
   if rotates is None:
@@ -272,7 +272,8 @@ def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | No
     rotates = [int((i + 1) % interval != 0) for i in range(count)]
   if not isinstance(rotates, list) or any(value not in (0, 1) for value in rotates):
     raise ValueError(
-      f"{owner}: no_rope_layers = {rotates!r} is not a list of 1, and 0 of layers without rotation"
+      f"{owner}: no_rope_layers = {rotates!r} is not a list of numbers: 0 for each layer"
+      " without rotation, 1 for each other layer"
     )
   if len(rotates) != count:
     raise ValueError(f"{owner}: {len(rotates)} no_rope_layers for num_hidden_layers = {count}")
@@ -282,7 +283,7 @@ def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | No
 def _sliding_layers(
   family: Family, c: Mapping[str, Any], owner: str, unrotated: tuple[bool, ...] | None
 ) -> tuple[bool, ...] | None:
-  """Whether each layer uses sliding-window attention; None if none does."""
+  """For each layer, whether it uses sliding-window attention; None if no layer does."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family.sliding in ("none", "delta"):
     return None
@@ -314,14 +315,14 @@ def _sliding_layers(
 def _full_heads(
   c: Mapping[str, Any], sliding: Sequence[bool] | None, owner: str
 ) -> tuple[int, int]:
-  """Width of the heads, and number of key/value heads, in the layers that do not slide."""
+  """Width of heads, and number of key/value heads, in the layers without a sliding window."""
   names = ("head_dim", "num_key_value_heads")
   by_layer = c.get("per_layer_config")
   found: Any
   if by_layer is None:
     own = c["num_global_key_value_heads"] if c["attention_k_eq_v"] else None
     found = {"head_dim": c["global_head_dim"], "num_key_value_heads": own}
-  else:  # transformers 5.24 writes those of each layer
+  else:  # transformers 5.24 writes the sizes of each layer
     count = c["num_hidden_layers"]
     slides = sliding or (False,) * count
     found = by_layer.get(str(count - 1), {}) if isinstance(by_layer, Mapping) else None
@@ -329,8 +330,8 @@ def _full_heads(
       name not in names for name in found or ()
     ):
       raise ValueError(
-        f"{owner}: per_layer_config = {by_layer!r} is not one {' and '.join(names)} for all layers"
-        " of full attention, and none for others"
+        f"{owner}: per_layer_config = {by_layer!r}; it must give the same {' and '.join(names)} for"
+        " every layer of full attention, and nothing for the other layers"
       )
   sizes = {name: c[name] if found.get(name) is None else found[name] for name in names}
   width, heads = (_check_size(owner, f"{name} of full layers", sizes[name]) for name in names)
@@ -338,7 +339,7 @@ def _full_heads(
 
 
 def _delta_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """Whether each layer has a gated DeltaNet in place of attention; None if none has."""
+  """For each layer, whether it has a gated DeltaNet in place of attention; None if none has."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if c.get("layer_types") is not None:
     layers = _layers_of_type("linear_attention", c["layer_types"], count, owner)
@@ -349,7 +350,7 @@ def _delta_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
 
 
 def _layers_of_type(name: str, types: Sequence[Any], count: int, owner: str) -> tuple[bool, ...]:
-  """Whether the type of each layer is `name`; the others are full attention."""
+  """For each layer, whether its type is `name`; the other layers must be of full attention."""
   for kind in types:
     check_choice(owner, "layer_types", kind, ("full_attention", name))
   if len(types) != count:
@@ -360,7 +361,7 @@ def _layers_of_type(name: str, types: Sequence[Any], count: int, owner: str) -> 
 def _ropes(
   family: Family, c: Mapping[str, Any], owner: str
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-  """Rotary settings, in the new style: of full layers and, if they have others, sliding ones."""
+  """Rotary settings of full and of sliding layers, in the new style; None: as in full layers."""
   new = c.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
   old = c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -368,7 +369,8 @@ def _ropes(
       raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
   if family.sliding_theta is None:
     return {"rope_theta": c["rope_theta"]} | dict(new) | dict(old), None
-  # Without kinds, as transformers 5.12 writes those of an OLMo 3, they are those of full layers.
+  # rope_parameters without kinds, as transformers 5.12 writes an OLMo 3's, are those of full
+  # layers.
   kinds = ("full_attention", "sliding_attention")
   by_default = family.defaults.get("rope_parameters")
   if by_default and (missing := [kind for kind in kinds if kind not in new]):
@@ -386,7 +388,7 @@ def _ropes(
 def _rotary_width(
   family: Family, rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
 ) -> int | None:
-  """Number of rotated entries of each head; None if all are."""
+  """Number of rotated entries of each head; None if all entries are rotated."""
   factor = _partial_factor(rope, c)
   if factor in (None, 1.0) or rope.get("rope_type") == "proportional":
     return None
@@ -400,7 +402,7 @@ def _rotary_width(
   if width < 2 or width % 2:
     raise ValueError(
       f"{owner}: partial_rotary_factor = {factor!r} rotates {width} of head_dim = {c['head_dim']}"
-      " entries; it must be an even number of them, at least 2"
+      " entries; the number must be even, at least 2"
     )
   return width
 
@@ -456,7 +458,7 @@ def _sliding_theta(
   if scaling is not None:
     raise ValueError(
       f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
-      " those of full_attention can be"
+      " rotary embeddings of full_attention may be scaled"
     )
   return theta
 

@@ -114,7 +114,7 @@ _NOT_COPIED = (  # fields of the source's config.json
 
 
 def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | None) -> str:
-  """The source's family if networks of it are computed alike, else the likeliest one."""
+  """The source's family if that family computes such a network, else the likeliest family."""
   families = families_of(config)
   if source is None:
     return families[0]
@@ -149,7 +149,7 @@ def families_of(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def _rotated_part(config: TransformerConfig) -> float:
-  """The part of a head's entries that are rotated."""
+  """The fraction of a head's entries that are rotated."""
   return 1.0 if config.rotary_width is None else config.rotary_width / config.head_dim
 
 

@@ -46,23 +46,24 @@ _FOUR_NORMS = _NORMS_BEHIND | {
 
 
 class Family(NamedTuple):
-  """The common settings of a family's networks, and where config.json has the other settings."""
+  """The settings that a family's networks share, and the fields of config.json with the others."""
 
-  architectures: tuple[str, ...]  # names of its classes; exports have the first
-  defaults: Mapping[str, Any]  # of fields that a config.json may omit
-  fixed: Mapping[str, Any] = {}  # fields of `TransformerConfig`, the same for all networks
-  allowed: Mapping[str, tuple[Any, ...]] = {}  # the values that are computed, besides null
+  architectures: tuple[str, ...]  # names of the family's classes; exports name the first
+  defaults: Mapping[str, Any]  # the values of fields that a config.json may omit
+  fixed: Mapping[str, Any] = {}  # fields of `TransformerConfig` that all networks share
+  allowed: Mapping[str, tuple[Any, ...]] = {}  # field → the values implemented here, besides null
   sizes: Mapping[str, str] = _SIZES
   flags: Mapping[str, str] = _BIASES
-  soft_caps: Mapping[str, str] = {}  # numbers above 0, or null
-  # Layers with a sliding window: "none", "all" if there is a window, or those of "layer_types".
-  # "delta": there, layer_types are of gated DeltaNets and full attention.
+  soft_caps: Mapping[str, str] = {}  # fields with a number above 0, or null
+  # Which layers have a sliding window: "none"; "all", if a window is set; or "layer_types", as that
+  # field of config.json says. "delta": none, and layer_types tell gated DeltaNets from full
+  # attention.
   sliding: str = "layer_types"
-  # θ of sliding layers, where their rotary embedding is another: a field of config.json, "" if that
-  # of all layers, which a scaling of full layers does not change. None: one embedding.
+  # The field of config.json with θ of sliding layers, if they have their own rotary embedding; ""
+  # if θ is that of full layers, without their scaling. None: all layers share one embedding.
   sliding_theta: str | None = None
-  norms: Mapping[str, str] = _TWO_NORMS  # our names → the published modules' within a layer
-  has_fused_gate: bool = False  # rows of gate, then of up, are one tensor
+  norms: Mapping[str, str] = _TWO_NORMS  # our names → published names within a layer
+  has_fused_gate: bool = False  # one tensor has the gate's rows, then those of up
   has_rotary_pairs: bool = False  # the rotation's pairs are (2i, 2i + 1), not (i, i + width/2)
 
   @property
@@ -77,7 +78,7 @@ class Family(NamedTuple):
 
   @property
   def has_full_heads(self) -> bool:
-    """Whether config.json has other heads for full layers than for sliding layers."""
+    """Whether full layers may have other heads than sliding layers."""
     return "global_head_dim" in self.defaults
 
   @property
@@ -87,12 +88,12 @@ class Family(NamedTuple):
 
   @property
   def has_partial_rotation(self) -> bool:
-    """Whether config.json states the rotated part of a head."""
+    """Whether config.json states the fraction of a head that is rotated."""
     return "partial_rotary_factor" in self.defaults
 
   @property
   def has_unrotated_layers(self) -> bool:
-    """Whether config.json says which layers rotate."""
+    """Whether config.json says which layers have rotary embeddings."""
     return "no_rope_layer_interval" in self.defaults
 
   @property
@@ -276,7 +277,7 @@ FAMILIES: dict[str, Family] = {
     fixed=_GEMMA_NETWORK | dict(qk_norm=True),
     norms=_FOUR_NORMS,
     sliding_theta="rope_local_base_freq",
-    # Its configurations also have a cap on the scores, which its attention does not use.
+    # Its config.json also has a cap on attention scores, which its networks do not apply.
     soft_caps={"final_soft_cap": "final_logit_softcapping"},
   ),
   "gemma4_text": Family(
@@ -302,7 +303,8 @@ FAMILIES: dict[str, Family] = {
       layer_scale=True,
       query_scale=1.0,
     ),
-    # Embeddings of each layer, keys and values of earlier layers, and experts beside the MLP.
+    # Not implemented: embeddings per layer, keys and values shared with earlier layers, and experts
+    # beside the MLP.
     allowed=dict(
       hidden_size_per_layer_input=(0,), num_kv_shared_layers=(0,), enable_moe_block=(False,)
     ),
@@ -404,7 +406,7 @@ FAMILIES: dict[str, Family] = {
     sliding="all",
   ),
 }
-# Multimodal models → the family of the text model within, and the names of their classes.
+# Multimodal model → the family of its text model, and the names of its classes.
 MULTIMODAL: dict[str, tuple[str, tuple[str, ...]]] = {
   "gemma4": ("gemma4_text", ("Gemma4ForConditionalGeneration", "Gemma4Model")),
   "gemma3": ("gemma3_text", ("Gemma3ForConditionalGeneration", "Gemma3Model")),

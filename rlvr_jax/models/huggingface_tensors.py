@@ -1,4 +1,8 @@
-"""The mapping between published tensors and parameters, for checkpoints of all families."""
+"""The mapping between published tensors and parameters, for checkpoints of all families.
+
+A tensor's *usual name* is its name in most families, such as
+"model.layers.0.self_attn.q_proj.weight".
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Leaf(NamedTuple):
   path: tuple[str, ...]
   names: npt.NDArray[
     np.str_
-  ]  # by the axes on which tensors are stacked: [], [layers] or [layers, E]
+  ]  # its axes are those on which tensors are stacked: [], [layers] or [layers, E]
   transposed: bool  # kernels are [in, out] here, [out, in] in published tensors
 
   @property
@@ -35,12 +39,12 @@ class Leaf(NamedTuple):
     return self.names.ndim
 
   def published(self, index: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Splits a parameter's shape or index into stacked axes and axes of each tensor."""
+    """Splits a parameter's shape or index into stacked axes and a published tensor's axes."""
     stacked, rest = index[: self.stacked], index[self.stacked :]
     return stacked, rest[::-1] if self.transposed else rest
 
 
-KERNELS = {  # our name → the published module's, the same in every family
+KERNELS = {  # our name → the published module's name, the same in every family
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
   "value": "self_attn.v_proj",
@@ -49,8 +53,8 @@ KERNELS = {  # our name → the published module's, the same in every family
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
 }
-# The gate and up, or queries and the gate on attention's output, may be parts of one published
-# tensor: `row_tables`.
+# The module of the gate on attention's output, which is published as one tensor with the queries:
+# see `row_tables`.
 _OUTPUT_GATE = "self_attn.q_gate"
 _DELTA_KERNELS = {  # of a gated DeltaNet
   "query": "linear_attn.q",
@@ -82,7 +86,7 @@ _EXPERTS = {  # of an expert by its number
   "up": "mlp.experts.{}.up_proj",
   "down": "mlp.experts.{}.down_proj",
 }
-# Mixtral's names of the same modules.
+# Usual names of experts' modules → their names in Mixtral.
 _MIXTRAL = {
   "mlp.": "block_sparse_moe.",
   ".gate_proj.": ".w1.",
@@ -95,7 +99,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def kernel_modules(config: TransformerConfig) -> dict[str, str]:
-  """The published modules of a layer by the names of their kernels here, as in `models.lora`."""
+  """Kernel's name here, as in `models.lora` → name of its published module within a layer."""
   names = {
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
@@ -111,9 +115,9 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
 
 
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
-  """Finds the leaves of all parameters, in the order in which they are written.
+  """The leaves of all parameters, in the order in which they are written.
 
-  Their tensors belong to single kernels, which `find_published` combines.
+  Every kernel has its own tensor here; `find_published` joins the kernels that share a tensor.
 
   Args:
     config: settings of the network.
@@ -137,7 +141,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     **{("delta", name): f"{theirs}.weight" for name, theirs in _DELTA_KERNELS.items()},
     **{("delta", name): theirs for name, theirs in _DELTA_TENSORS.items()},
   }
-  # Full layers have the same modules as others, of other sizes.
+  # Full layers with heads of their own have the same modules, of other sizes.
   layer_tensors |= {("full", *path): name for path, name in layer_tensors.items()}
   tensors: dict[tuple[str, ...], str] = {
     ("embedding",): EMBEDDING,
@@ -164,9 +168,9 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 class Part(NamedTuple):
   """The tensor of one kernel or bias, which is a published tensor or a part of one."""
 
-  name: str  # of the tensor, if it were published alone
+  name: str  # the tensor's usual name, if it were published alone
   shape: tuple[int, ...]
-  rows: npt.NDArray[np.int64] | None  # of the published tensor, in the part's order; None: all
+  rows: npt.NDArray[np.int64] | None  # rows of the published tensor, in order; None: all
 
 
 class Published(NamedTuple):
@@ -212,11 +216,11 @@ RowTables = Mapping[str, Mapping[str, npt.NDArray[np.int64]]]
 
 
 def row_tables(c: TransformerConfig, family: str) -> RowTables:
-  """The published modules of a layer that combine or reorder several modules of this package.
+  """The published modules of a layer that combine modules of this package, or reorder their rows.
 
   Returns:
     Name of a published module → names of its modules here → each module's rows of the published
-    tensor, in this package's order. Together these are all rows.
+    tensor, in this package's order. A published module's rows are all used.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:
@@ -242,7 +246,7 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
 
 
 def _rows_of_pairs(c: TransformerConfig, heads: int) -> npt.NDArray[np.int64]:
-  """Rows of heads whose rotation has pairs (2i, 2i + 1), in the order of pairs (i, i + width/2)."""
+  """Reorders rows of heads whose rotated pairs are (2i, 2i + 1), to pairs (i, i + width/2)."""
   width = c.rotary_width or c.head_dim
   pairs = np.arange(width).reshape(-1, 2)
   in_head = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(width, c.head_dim)])
@@ -269,13 +273,13 @@ def leaf_value(params: Params, leaf: Leaf) -> Any:
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
-_OLD_TABLES = re.compile(r"(^|\.)rotary_emb\.")  # that old releases of transformers saved
-# Tensors outside of the text model: of vision, of audio, and of layers that predict further tokens.
+_OLD_TABLES = re.compile(r"(^|\.)rotary_emb\.")  # tensors that old releases of transformers saved
+# Tensors outside of the text model: vision, audio, and layers that predict further tokens.
 _OUTSIDE = re.compile(
   r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual)\."
   r"|^mtp\."
 )
-_PREFIXES = (  # of a text model within another model, and of one saved without its head
+_PREFIXES = (  # prefixes of a text model within another model, or saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),
   (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
@@ -283,19 +287,19 @@ _PREFIXES = (  # of a text model within another model, and of one saved without 
 
 
 def published_name(name: str, family: str) -> str:
-  """The name that a family's checkpoints give to the tensor with a usual name."""
+  """Converts a tensor's usual name to its name in a family's checkpoints."""
   for ours, theirs in _MIXTRAL.items() if family == "mixtral" else ():
     name = name.replace(ours, theirs)
   return name
 
 
 def published_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-  """The shape that checkpoints give to the tensor with a usual name."""
+  """Converts the shape of the tensor with this usual name to its shape in checkpoints."""
   return (shape[0], 1, *shape[1:]) if _CONVOLUTION.search(name) else shape
 
 
 def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
-  """Gives tensors the names that they have in most checkpoints, and drops unused ones.
+  """The tensors by their usual names, without unused tensors.
 
   If all experts of a layer are saved as one tensor, each expert gets a tensor of its own.
 
@@ -323,12 +327,12 @@ def outside_tensors(names: Iterable[str]) -> list[str]:
   return [name for name in names if _OUTSIDE.search(name)]
 
 
-# The names within transformers 5, which its save_pretrained keeps with save_original_format=False.
+# Names of fused experts in transformers 5; save_pretrained(save_original_format=False) keeps them.
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-  """Yields usual names and tensors; a mixture gives one tensor per expert."""
+  """Yields (usual name, tensor), with one tensor per expert of a mixture."""
   for name, tensor in tensors.items():
     match = _FUSED.fullmatch(name)
     if match is None or len(tensor.shape) != 3:
@@ -345,7 +349,7 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
 
 
 def _usual_expert(name: str) -> str:
-  """The usual name of a tensor that may have Mixtral's."""
+  """Converts a name, if it is one of Mixtral's, to the usual name."""
   for ours, theirs in _MIXTRAL.items() if _MIXTRAL["mlp."] in name else ():
     name = name.replace(theirs, ours)
   return name

@@ -18,7 +18,7 @@ class Residual(NamedTuple):
   """Placement of the residual stream [R, L, D] in training; by default on one device."""
 
   keep: Callable[[Array], Array] = identity  # shards the stream between blocks
-  gather: Callable[[Array], Array] = identity  # gathers all its tokens, before kernels
+  gather: Callable[[Array], Array] = identity  # gathers all tokens of the stream, before kernels
   scatter: Callable[[Array], Array] = identity  # shards a product that is added to the stream
 
 
@@ -30,10 +30,10 @@ class Layout(NamedTuple):
 
   mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
   constrain: Callable[[Array], Array] = identity  # keeps activations sharded on their first axis
-  residual: Residual = Residual()  # in training
+  residual: Residual = Residual()  # in training only
   # Gathers the parameters once before decoding, not at every token.
   gather: Callable[[Params], Params] = lambda params: params
-  # Shapes of the parameters → shardings of what `gather` returns, those of one layer in "blocks".
+  # Shapes of the parameters → shardings of the gathered parameters, those of one layer in "blocks".
   decoding_shardings: Callable[[Params], Params] | None = None
 
 

@@ -60,8 +60,9 @@ def merge_low_rank(params: Params) -> Params:
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype."""
   weights = value_of(kernel)
-  # XLA's CPU backward pass is 3× faster over flattened tokens. bfloat16 is for accelerators: there,
-  # a sum over devices that each have some tokens of every row is half as large unflattened.
+  # On CPUs, which compute in float32, the backward pass is 3× faster over flattened tokens. On
+  # accelerators, which compute in bfloat16, devices that each have some tokens of every row
+  # exchange half as much if tokens are not flattened.
   flat = x if x.dtype == jnp.bfloat16 else x.reshape(-1, x.shape[-1])
   out = _product(flat, weights)
   out = checkpoint_name(out, PRODUCT)
@@ -72,7 +73,7 @@ def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
 
 def value_of(parameter: nnx.Param) -> Array | LowRank | Rounded:
   """The value of a parameter, which may be a structure instead of an array."""
-  # `value` is deprecated since flax 0.12, which has `get_value`; [...] is for arrays only.
+  # flax 0.12 replaced `value` by `get_value`; [...] works for arrays only.
   return parameter.get_value() if hasattr(parameter, "get_value") else parameter.value
 
 
@@ -80,7 +81,7 @@ def _product(x: Array, weights: Array | LowRank | Rounded) -> Array:
   if isinstance(weights, LowRank):
     return _product(x, weights.kernel) + _product(_product(x, weights.a), weights.b)
   if isinstance(weights, Rounded):
-    # 8-bit numbers are exact in bfloat16, to which the product converts them as it reads them.
+    # bfloat16 represents 8-bit numbers exactly, and the product converts them as it reads them.
     return ((x @ weights.values.astype(x.dtype)) * weights.scale).astype(x.dtype)
   if weights.dtype.itemsize > x.dtype.itemsize:
     return _narrow_product(x, weights)
@@ -91,8 +92,8 @@ def _product(x: Array, weights: Array | LowRank | Rounded) -> Array:
 def _narrow_product(x: Array, kernel: Array) -> Array:
   """[..., D] @ [D, E] in x's dtype, with a gradient of the kernel in the kernel's dtype.
 
-  So devices add up float32 terms of a kernel's gradient. Plain differentiation would first round
-  each device's term to bfloat16.
+  So devices add up float32 terms of the kernel's gradient. Plain differentiation would first round
+  each device's term to x's dtype.
   """
   return x @ kernel.astype(x.dtype)
 

@@ -77,8 +77,8 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
   """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
 
-  They are further operands of a layer's element-wise operations, about as many as results of
-  products, and in short rows the attention scores of all pairs of places.
+  The compiler also keeps operands of element-wise operations, about as many as there are results of
+  products, and, in short rows, the attention scores of all pairs of tokens.
 
   Args:
     config, tokens: see `activation_bytes`.
@@ -92,19 +92,20 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
 
 
 def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
-  """Numbers per token in the results of a layer's products."""
+  """How many numbers the results of a layer's products have per token."""
   c = config
   if mixer != DELTA:
     heads = c.heads_of(mixer)
     gate = heads.queries if c.attention_gate else 0
-    # Values take as much where they are those of the key's product, since they are normed.
+    # Values made from the key's product are normed, so they take as much memory as values of their
+    # own.
     of_mixer = (heads.queries + 2 * heads.keys + gate) * heads.width + c.width
   else:
     assert c.delta is not None
     of_mixer = sum(c.delta.channels) + c.delta.channels[-1] + 2 * c.delta.value_heads + c.width
   if mlp == DENSE:
     return of_mixer + c.width + 2 * c.mlp_width  # down; gate, up
-  # The router, and gate, up and down of each chosen expert.
+  # Results of gate, up and down of each chosen expert.
   chosen = c.experts_per_token * (c.width + 2 * c.expert_width)
   shared = c.width + 2 * c.shared_expert_width if c.shared_expert_width else 0
   return of_mixer + c.num_experts + chosen + shared
@@ -113,8 +114,8 @@ def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
 def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
   """Bytes of float32 that one gated DeltaNet keeps for its backward pass.
 
-  These are the states between chunks, the results of its convolutions, and of each head the inverse
-  of a chunk and the changes of the state.
+  It keeps the states between chunks, the results of its convolutions, and for each head the inverse
+  matrix of a chunk and the changes of the state.
   """
   sizes = config.delta
   if sizes is None:

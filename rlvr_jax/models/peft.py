@@ -159,7 +159,9 @@ def load_adapters(
     )
     check_adapters(adapters, settings, config)
   except ValueError as error:
-    raise ValueError(f"{folder}: r and lora_alpha of {CONFIG_FILE}, or shapes: {error}") from error
+    raise ValueError(
+      f"{folder}: r or lora_alpha of {CONFIG_FILE}, or a shape, is invalid: {error}"
+    ) from error
   check_finite(folder, adapters)
   return adapters, settings
 
@@ -197,16 +199,16 @@ Matrices = dict[str, npt.NDArray[Any]]
 class Module(NamedTuple):
   """A published module of the layers of one stack."""
 
-  name: str  # within a layer
+  name: str  # the module's name within a layer
   stack: str  # see `ops.layers`
 
   def layers(self, config: TransformerConfig) -> list[int]:
-    """The numbers of the layers that have this module."""
+    """The indices of the layers that have this module."""
     return layers_in(self.stack, config.kinds)
 
 
 def _modules(config: TransformerConfig) -> dict[Module, Parts]:
-  """The published modules of layers → their kernels here → the rows of each; None: all."""
+  """Published module → names of its kernels here → each kernel's rows in the module; None: all."""
   stacks = {name: stack_of(name.split("/")[0]) for name in kernel_modules(config)}
   names = {Module(theirs, stacks[name]): name for name, theirs in kernel_modules(config).items()}
   modules: dict[Module, Parts] = {module: {name: None} for module, name in names.items()}
@@ -224,8 +226,9 @@ def _modules(config: TransformerConfig) -> dict[Module, Parts]:
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
   """PEFT's matrices of a module in a layer, made from its kernels' matrices.
 
-  The matrices of one kernel are A [R, D] and B [rows, R]. Of several, each of the module's k
-  kernels has a block of A [k·R, D] and B [rows, k·R], which is 0 if the kernel is not adapted.
+  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. Otherwise it
+  has A [k·R, D] and B [rows, k·R] with a block for each of its k kernels, which is 0 if that kernel
+  is not adapted.
   """
   some = next(iter(pairs.values()))
   none = np.zeros_like(some["a"]).T
@@ -245,13 +248,13 @@ def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
 def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Matrices]:
   """The adapters of a module's kernels, in all layers: the inverse of `_join`.
 
-  An adapter of rank R of several kernels has one A for all. Kernels that it leaves as they are have
-  none.
+  If the module's adapter has rank R, its kernels share A. A kernel that the adapter does not change
+  gets no adapter.
 
   Args:
     pair: A [layers, D, R or k·R] and B [layers, R or k·R, rows].
   Raises:
-    ValueError: an adapter of another rank than R is not made of single kernels' adapters.
+    ValueError: the adapter has another rank than R, and does not consist of one block per kernel.
   """
   a, b = pair["a"], pair["b"]
   of_kernels = {name: b if rows is None else b[:, :, rows] for name, rows in parts.items()}
@@ -263,8 +266,9 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
     own = slice(k * rank, (k + 1) * rank)
     if a.shape[2] != len(parts) * rank or np.any(np.delete(of_kernel, own, axis=1)):
       raise ValueError(
-        f"{owner} has an adapter of rank {a.shape[2]}, which is not one of rank {rank} for each of"
-        f" {list(parts)}; merge it into its base with PEFT's merge_and_unload, and load that"
+        f"{owner} has an adapter of rank {a.shape[2]}, not {len(parts)} adapters of rank {rank},"
+        f" one for each of {list(parts)}; merge it into its base with PEFT's merge_and_unload, and"
+        " load that"
       )
     if np.any(a[:, :, own]):  # else it is not adapted
       found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
@@ -272,7 +276,7 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
 
 
 def _patterns(kernels: Mapping[Module, Collection[str]], rank: Any, alpha: Any) -> dict[str, Any]:
-  """The fields of modules of k > 1 kernels, by `_join`: rank k·R, and k·α, so that α/R is the same.
+  """PEFT's rank_pattern and alpha_pattern: k·R and k·α for modules whose adapter joins k kernels.
 
   Args:
     kernels: modules → the names of their kernels.
@@ -324,7 +328,7 @@ def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> l
   has_experts = bool(layers_in(SPARSE, config.kinds))
   targets: list[str] = []
   for module in adapted:
-    # Without the layers' numbers, those of an MLP would also name the projections of experts.
+    # The names of an MLP's modules without layer numbers would also match the experts' modules.
     if module.name in others or (module.stack == DENSE and has_experts):
       targets += [f"layers.{i}.{module.name}" for i in module.layers(config)]
     else:
@@ -335,16 +339,16 @@ def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> l
 def _adapted_modules(
   tensors: Mapping[str, Any], config: TransformerConfig, path: str
 ) -> dict[Module, Parts]:
-  """The modules that the file adapts, each in every layer that has it."""
+  """The modules that the file adapts; raises ValueError if it leaves out some of their layers."""
   modules = _modules(config)
   names = {module.name for module in modules}
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
   unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
-      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
-      f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
-      f" {sorted(names)}"
+      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels. Their names"
+      " are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is"
+      f" one of {sorted(names)}"
     )
   found = {(match[2], int(match[1])) for match in matches.values() if match}
   is_adapted = lambda module: any((module.name, i) in found for i in module.layers(config))
@@ -358,9 +362,9 @@ def _adapted_modules(
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: a model of {config.num_layers} layers has each of"
-      f" {sorted({module.name for module in adapted})} adapted"
-      f" wherever it is; missing are {missing[:3]}, extra are {extra[:3]}"
+      f"{path}: the adapters of {sorted({module.name for module in adapted})} must be given for"
+      f" each of the model's {config.num_layers} layers that has the module; missing"
+      f" are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted
 

@@ -214,7 +214,8 @@ _OF_COMPUTING = (
 )
 
 
-# All that a layer computes would take twice the memory, and is no faster to read than to compute.
+# Saving all results of a layer ("none") would take twice the memory, and reading them is no faster
+# than computing them again.
 _REMAT_OF_CHECKPOINTS = "dots"
 
 
@@ -257,7 +258,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
 
   Args:
     model: `preset`, the name of a shape, "" for the checkpoint's shape; `checkpoint`, a folder in
-      Hugging Face's layout, "" for none; `overrides`, fields that replace those of the preset or
+      Hugging Face's layout, "" for none; `overrides`, fields that replace fields of the preset or
       checkpoint.
   Raises:
     ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another

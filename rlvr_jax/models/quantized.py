@@ -20,8 +20,8 @@ from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
 FORMATS = ("int8", "float8_e4m3fn")
-# Rounded routers would choose other experts. The gates of states act through all later tokens, and
-# are as small as the taps of convolutions.
+# Matrices that are not rounded. Rounded routers would choose other experts. Errors in the gates of
+# a DeltaNet's state would act on all later tokens. Gates and convolutions' taps are small.
 _EXACT_MATRICES = (
   *("router", "shared_weight", "strength", "decay"),
   *("query_taps", "key_taps", "value_taps"),
@@ -33,17 +33,17 @@ def quantize(params: Params, format: str) -> Params:
 
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 
-  The maximum is over the axis that a product with the matrix contracts, for each layer separately;
-  for the embedding over the width, so that a row has the same values in the lookup and in a tied
-  head. Pure and deterministic, the same bits on every mesh; jit it with `format` static. The result
-  shares no buffer with `params`, so these may be donated afterwards.
+  The maximum is over the axis that a product with the matrix contracts, for each layer separately.
+  In the embedding the maximum is over the width, so that a row has the same values in the lookup
+  and in a tied head. Pure and deterministic, the same bits on every mesh; jit it with `format`
+  static. The result shares no buffer with `params`, so these may be donated afterwards.
 
   Args:
     params: nested dict of float arrays, layers stacked under "blocks".
     format: one of `FORMATS`.
   Returns:
-    The same nested dict with `qwix.QArray`s for matrices: qvalue in `format`, of the matrix's
-    shape; scale at least float32, of length 1 along the contracted axis.
+    The same nested dict with `qwix.QArray`s for matrices. A qvalue has the dtype `format` and the
+    matrix's shape; a scale is at least float32, and has length 1 along the contracted axis.
   Raises:
     ValueError: unknown format.
     ImportError: qwix, the extra `quantized`, is missing.
@@ -123,9 +123,9 @@ def _import_qwix() -> ModuleType:
 
 
 def _contracted_axis(path: Any, weights: Array) -> int | None:
-  """The axis that a product with the matrix sums over; None for what stays as it is.
+  """The axis that a product with the matrix sums over; None for a parameter that is not rounded.
 
-  These are norms, biases and `_EXACT_MATRICES`.
+  Norms, biases and `_EXACT_MATRICES` are not rounded.
   """
   stacked = path[0].key == "blocks"
   if weights.ndim - stacked < 2 or path[-1].key in _EXACT_MATRICES:

@@ -42,19 +42,19 @@ class YarnScaling:
   original_length: int  # tokens
   fast_rotations: float = 32.0
   slow_rotations: float = 1.0
-  integer_indices: bool = True  # the interpolated range begins and ends at integer indices
-  attention_factor: float | None = None  # of cosines and sines; None is 0.1·ln(factor) + 1
+  integer_indices: bool = True  # rounds the range of interpolated indices outwards to integers
+  attention_factor: float | None = None  # multiplies cosines and sines; None: 0.1·ln(factor) + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialFrequencies:
   """Rotation of only the first pairs of entries (i, i + W/2) of a head.
 
-  The frequencies are those of a full rotation. The other pairs have frequency 0, so that they do
-  not rotate (Gemma 4).
+  These pairs have the same frequencies as in a full rotation. The other pairs have frequency 0, so
+  that they do not rotate (Gemma 4).
   """
 
-  part: float  # of the pairs that rotate, in (0, 1]
+  part: float  # the fraction of the pairs that rotate, in (0, 1]
 
 
 Scaling: TypeAlias = RopeScaling | YarnScaling | PartialFrequencies
@@ -116,7 +116,7 @@ class RotaryTables(NamedTuple):
   """Cosines and sines of positions, [..., L, 1, W/2], for two kinds of layers with their own W."""
 
   full: tuple[Array, Array]
-  sliding: tuple[Array, Array] | None  # for sliding layers; None: the same
+  sliding: tuple[Array, Array] | None  # for sliding layers; None: the same as `full`
 
   def of_layer(self, slides: Array | bool, unrotated: Array | bool = False) -> tuple[Array, Array]:
     """Selects the tables of a layer; its kind may be traced, and angles are 0 if `unrotated`."""

@@ -46,13 +46,13 @@ class Tensor:
   """A matrix or vector in an open file; its data is not in memory."""
 
   name: str
-  dtype_name: str  # the format's, such as BF16
+  dtype_name: str  # the dtype's name in the file, such as BF16
   shape: tuple[int, ...]
-  path: str  # of the file, for messages
-  view: Any = dataclasses.field(repr=False)  # the library's; slices are read when it is indexed
-  before: tuple[int, ...] = ()  # indices of the axes before those of `shape`
+  path: str  # the file's path, for messages
+  view: Any = dataclasses.field(repr=False)  # the library's slice, which reads when indexed
+  before: tuple[int, ...] = ()  # indices into the view's axes that precede those of `shape`
   first: int = 0  # row of the view at which the tensor begins
-  # i64[rows], the rows of the above that this tensor has, in its order; None: all.
+  # i64[rows]: the tensor has only these rows, counted from `first`, in this order; None: all.
   selected: npt.NDArray[np.int64] | None = dataclasses.field(default=None, compare=False)
 
   @property
@@ -161,9 +161,9 @@ def _open_shards(
 
 
 def open_file(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
-  """Opens the tensors of one safetensors file; ValueError if the header does not match the file."""
+  """Opens the tensors of a safetensors file; raises ValueError if the header does not match it."""
   try:
-    # The map of a copy outlives the copy's name.
+    # The memory map stays valid after the copy's name is deleted.
     with open_to_read(system, path) as local, safe_open(local, framework="numpy") as file:
       views = {name: file.get_slice(name) for name in file.keys()}
   except SafetensorError as error:

@@ -80,63 +80,63 @@ class TransformerConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  mlp_width: int  # of the MLP; not read where all layers have experts
-  activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
+  mlp_width: int  # hidden width of the MLP; unused if all layers have experts
+  activation: str = "silu"  # the gate's activation: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
-  rotary_width: int | None = None  # first entries of a head, the rotated ones; None: all (GLM-4)
-  unrotated_layers: tuple[bool, ...] | None = None  # without positions; None: no layer (SmolLM3)
+  rotary_width: int | None = None  # number of rotated entries of a head; None: all (GLM-4)
+  unrotated_layers: tuple[bool, ...] | None = None  # layers without rotation (SmolLM3); None: none
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
-  qkv_bias: bool = False  # Qwen 2
-  output_bias: bool = False  # of the projection after attention
+  qkv_bias: bool = False  # biases of queries, keys and values (Qwen 2)
+  output_bias: bool = False  # a bias of the projection after attention
   joint_qk_norm: bool = False  # RMSNorm on all heads' queries together, and on keys (OLMoE)
   mlp_bias: bool = False
   attention_gate: bool = False  # a sigmoid gate on attention's output (Qwen 3.5)
   value_norm: bool = False  # RMSNorm without weights on each head's values (Gemma 4)
-  # Heads of the layers that do not slide, where others do; None: as those of sliding layers.
+  # Heads of full layers, if they differ from the heads of sliding layers; None: they do not.
   full_head_dim: int | None = None
   full_kv_heads: int | None = None
-  full_keys_as_values: bool = False  # there, values are the keys before their norm and rotation
+  full_keys_as_values: bool = False  # in full layers, values are keys before norm and rotation
   # Layers with a gated DeltaNet in place of attention, see `models.delta_net`; None: no layer.
   delta_layers: tuple[bool, ...] | None = None
   delta_key_heads: int = 0
   delta_value_heads: int = 0
   delta_key_dim: int = 0
   delta_value_dim: int = 0
-  delta_num_taps: int = 0  # tokens that its convolutions read
-  num_experts: int = 0  # of a mixture, see `models.experts`; 0: layers have an MLP
+  delta_num_taps: int = 0  # tokens that a DeltaNet's convolutions read
+  num_experts: int = 0  # experts in a layer, see `models.experts`; 0: layers have an MLP
   experts_per_token: int = 0
   expert_width: int = 0
-  sparse_layers: tuple[bool, ...] | None = None  # of a mixture: those with experts; None: all
-  shared_expert_width: int = 0  # of a gated MLP for all tokens beside the experts; 0: none
+  sparse_layers: tuple[bool, ...] | None = None  # layers with experts; None: all layers
+  shared_expert_width: int = 0  # width of an expert that all tokens use; 0: there is none
   normalized_expert_weights: bool = False  # weights of the chosen experts are divided by their sum
   query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
   final_soft_cap: float | None = None
-  sliding_window: int | None = None  # tokens, of the sliding layers
-  sliding_layers: tuple[bool, ...] | None = None  # one per layer; None: no layer slides
-  sliding_rope_theta: float | None = None  # of sliding layers, unscaled; None: as other layers
+  sliding_window: int | None = None  # tokens that a sliding layer attends to
+  sliding_layers: tuple[bool, ...] | None = None  # layers with a sliding window; None: none
+  sliding_rope_theta: float | None = None  # θ of sliding layers, unscaled; None: as in full layers
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   pre_norm: bool = True  # a norm before attention and before the MLP
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
-  layer_scale: bool = False  # each layer's result times a number, which is not trained (Gemma 4)
+  layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # of float32 products: auto, highest or default; see `precision`
+  matmul_precision: str = "auto"  # auto, highest or default; see `precision`
   param_dtype: str = "float32"
-  remat: str = "none"  # recomputed in the backward pass: none; dots: all but products; full: layers
+  remat: str = "none"  # recomputed in the backward pass: none; dots: all but matmuls; full: layers
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it fully
-  attention: str = "auto"  # in training, one of `ops.row_attention.KINDS`
-  expert_products: str = "auto"  # one of `ops.grouped.KINDS`
+  attention: str = "auto"  # the kernel in training, one of `ops.row_attention.KINDS`
+  expert_products: str = "auto"  # the grouped matmul, one of `ops.grouped.KINDS`
 
   def __post_init__(self):
     if mistake := next(self._find_mistakes(), None):
       raise ValueError(f"TransformerConfig: {mistake}")
 
   def _find_mistakes(self) -> Iterator[str]:
-    """Yields what is wrong with the settings, and how to fix it."""
+    """Yields a message for each mistake in the settings, with its remedy."""
     if self.activation not in _ACTIVATIONS:
       yield f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}"
     if self.remat not in _REMAT:
@@ -236,7 +236,7 @@ class TransformerConfig:
     """The settings of the mixture; None: all layers have an MLP."""
     if not self.num_experts:
       return None
-    # A run replaces "auto" before, by the platform of its devices.
+    # A run has replaced "auto" by its platform's kind; other callers get "blocks".
     products = "blocks" if self.expert_products == "auto" else self.expert_products
     return ExpertSettings(
       number=self.num_experts,
@@ -284,19 +284,19 @@ class TransformerConfig:
 
   @property
   def head_dims(self) -> tuple[int, ...]:
-    """The widths of heads, without repetition."""
+    """The distinct widths of heads."""
     return tuple({heads.width: None for heads in self.heads})
 
   @property
   def split_heads(self) -> int:
-    """The most devices over which attention can be split, since each key/value head stays whole."""
+    """The largest number of devices that can share attention; a key/value head stays whole."""
     return math.gcd(self.num_kv_heads, self.full_kv_heads or 0)
 
   @property
   def mixture(self) -> tuple[int, ...]:
     """The sizes that recorded routes must fit: layers with experts, experts, experts per token.
 
-    If not all layers have experts, the numbers of the layers with experts follow.
+    If not all layers have experts, the indices of the layers with experts follow.
     """
     numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
@@ -339,9 +339,12 @@ def _normalize(x: Array, epsilon: float) -> Array:
 
 
 class Mixers(NamedTuple):
-  """The functions that mix the tokens of a layer, by its kind; each returns results and a carry."""
+  """The functions that mix the tokens of a layer with attention, and of a gated DeltaNet.
 
-  attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # of queries, keys and values
+  Each returns its results and a carry.
+  """
+
+  attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # takes queries, keys and values
   delta: Callable[[DeltaInputs], tuple[Array, Any]]
 
 
@@ -376,7 +379,7 @@ class _AttentionModule(nnx.Module):
 
 
 class FullAttention(_AttentionModule):
-  """The parameters of attention in full layers whose heads differ from those of sliding layers."""
+  """The parameters of attention in full layers whose heads differ from sliding layers' heads."""
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
     has_value = not config.full_keys_as_values
@@ -391,7 +394,7 @@ class Block(_AttentionModule):
   """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, stacks: Collection[str]):
-    """`stacks`: of `ops.layers`, the layer's kind; or more, from which `_stack_layers` takes."""
+    """Makes the parameters in `stacks`, those of one kind of layer or of several kinds."""
     c = self.config = config
     self.is_delta, self.is_sparse = DELTA in stacks, SPARSE in stacks
     self.is_full = FULL in stacks
@@ -477,7 +480,7 @@ class Block(_AttentionModule):
   def _attention(
     self, x: Array, tables: tuple[Array, Array], attend: Callable
   ) -> tuple[Array, Any]:
-    """(what is added to the stream, attention's carry)."""
+    """Attention's output, which is added to the residual stream, and attention's carry."""
     c = self.config
     w: Any = self.full if self.is_full else self  # its kernels and norms
     bias = lambda name: getattr(w, name, None)
@@ -509,7 +512,7 @@ class Block(_AttentionModule):
 
 
 def layer_graph(config: TransformerConfig, kind: Kind) -> Any:
-  """The graph of a `Block`, which `nnx.merge` combines with the parameters of a layer."""
+  """The graph definition of a `Block`, which `nnx.merge` combines with a layer's parameters."""
   build = lambda: Block(config, nnx.Rngs(0), stacks=kind)
   return nnx.split(jax.eval_shape(build), nnx.Param)[0]
 
@@ -546,7 +549,7 @@ class Transformer(nnx.Module):
       self.head_kernel = init_kernel(rngs, (c.width, c.vocab_size), c.param_dtype)
 
   def without_layers(self) -> Transformer:
-    """The network without its layers, which `prefill` and `decode` get one by one."""
+    """The network without its layers; `prefill` and `decode` take the layers as an argument."""
     del self.blocks
     return self
 
@@ -605,7 +608,7 @@ class Transformer(nnx.Module):
     return hidden, Routes(experts[:, :S], responses), sums
 
   def _respond(self, prompts, tokens, routes, lengths, routed=False):
-    """(`response_hidden`, what `_scan_blocks` returns of routes)."""
+    """The result of `response_hidden`, and the routing that `_scan_blocks` returns."""
     P, G, T = tokens.shape
     S = prompts.tokens.shape[1]
     inputs = tokens[:, :, :-1].reshape(P, -1)  # the last token predicts nothing
@@ -681,10 +684,10 @@ class Transformer(nnx.Module):
     return hidden, routes, sums
 
   def _run_rows(self, tokens, rows, routes, routed=False):
-    """(`row_hidden`, what `_scan_blocks` returns of routes)."""
+    """The result of `row_hidden`, and the routing that `_scan_blocks` returns."""
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
-    kind = "reference" if c.attention == "auto" else c.attention  # a run replaces "auto" before
+    kind = "reference" if c.attention == "auto" else c.attention  # a run has replaced "auto"
 
     def mix(heads, slides):
       settings = dict(self._attention_settings(heads, window), slides=slides, kind=kind)
@@ -757,7 +760,7 @@ class Transformer(nnx.Module):
     """Runs the network on one token of every slot.
 
     Args:
-      blocks: the layers, split once before the decoding loop.
+      blocks: the layers, taken from their stacks once before the decoding loop.
       tokens: i32[slots].
       tables: rotary tables of these tokens' positions [slots, 1].
       attend: (index of a layer among those with attention, queries [slots, N, H], keys and values
@@ -792,7 +795,7 @@ class Transformer(nnx.Module):
     return hidden, carries, states, None if chosen is None else chosen[:, 0]
 
   def _whole_residual(self) -> Layout:
-    """The layout with the complete residual stream on each device, for inference."""
+    """The layout for inference, where each device has the complete residual stream."""
     return self.layout._replace(residual=ONE_DEVICE.residual)
 
   def _embed(self, tokens: Array) -> Array:
@@ -822,7 +825,7 @@ class Transformer(nnx.Module):
     return make_rotary_tables(self.config, jnp.arange(positions.shape[1])).at(positions)
 
   def _layer_kinds(self) -> tuple[list[int], list[bool], list[bool]]:
-    """The window of every layer, whether it slides, and whether it has no rotation."""
+    """For every layer: its window in tokens, whether it slides, and whether it lacks rotation."""
     c = self.config
     sliding = list(c.sliding_layers or [False] * c.num_layers)
     window = c.sliding_window or _NO_WINDOW
@@ -843,7 +846,7 @@ class Transformer(nnx.Module):
 
     Args:
       positions: i32[R, L].
-      mix: (heads of a layer, whether it slides) → what mixes its tokens.
+      mix: (heads of a layer, whether it has a sliding window) → functions that mix its tokens.
       routes: int[R, L, sparse layers, k]; None: the routers choose.
       real: bool[R, L], where there are tokens.
       routed: whether to return the routers' own routes i32[R, L, sparse layers, k], and the sum
@@ -870,7 +873,7 @@ class Transformer(nnx.Module):
       policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
       apply = jax.checkpoint(apply, policy=policy, static_argnums=2)
     stacks = nnx.to_pure_dict(nnx.split(self.blocks, nnx.Param)[1])
-    if c.full_head_dim is None:  # else a layer's kind says it
+    if c.full_head_dim is None:  # else a layer's kind says whether it slides
       stacks["slides"] = jnp.asarray(sliding)
     if any(unrotated):
       stacks["unrotated"] = jnp.asarray(unrotated)
@@ -891,15 +894,16 @@ def _run_loops(
 ) -> tuple[Array, Any]:
   """Applies all layers to x, in the loops of `split_into_loops`.
 
-  A stack that is whole in one loop is not copied. Others are cut into the parts of the loops.
+  A stack whose layers are all in one loop is not copied. Other stacks are cut into one part per
+  loop.
 
   Args:
     apply: (x, a layer's parts of the stacks, its kind) → (x, results or None).
-    stacks: the stacks of parameters and other values, by the names that `stack_of` takes.
+    stacks: name → parameters or other values, stacked over the layers of `stack_of(name)`.
     kinds: the kinds of the layers.
-    unroll: layers per iteration, where a pattern has fewer.
+    unroll: layers per iteration; a pattern with more layers is one iteration.
   Returns:
-    The last x, and the results of the layers that have some, stacked.
+    The last x, and the stacked results of the layers that returned some.
   """
   results = []
   first = dict.fromkeys(STACKS, 0)
@@ -930,16 +934,16 @@ def _run_loops(
 
 
 def _cut(stacked: Array, *, first: int, count: int, size: int) -> Array:
-  """The layers of a loop, taken from a stack, [count, size, …]; [count, …] if `size` is 1.
+  """Takes the layers of one loop from a stack: [count, size, …], or [count, …] if `size` is 1.
 
-  A stack of alike layers is not reshaped: compiled for a TPU, that would need memory.
+  If `size` is 1, nothing is reshaped: on a TPU, reshaping would need memory.
   """
   part = stacked if count * size == len(stacked) else stacked[first : first + count * size]
   return part if size == 1 else part.reshape(count, size, *part.shape[1:])
 
 
 def _stack_routes(routing: Sequence[Routing | None]) -> Array | None:
-  """The chosen experts of all layers, i32[R, L, sparse layers, k]; None of MLPs."""
+  """The chosen experts of all layers, i32[R, L, sparse layers, k]; None if no layer has experts."""
   experts = [layer.experts for layer in routing if layer is not None]
   return jnp.stack(experts, axis=2) if experts else None
 

@@ -16,8 +16,8 @@ def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int)
   """Sums per-token losses and their weight; the loss is total / weight.
 
   token_mean: Σ mℓ / Σ m. sequence_mean: mean over rollouts of their token mean. sequence_sum: mean
-  over rollouts of their token sum. constant: Σ mℓ / (B·max_response_length), Dr. GRPO's. Rollouts
-  without a loss token do not count, except in `constant`.
+  over rollouts of their token sum. constant: Σ mℓ / (B·max_response_length), as in Dr. GRPO.
+  Rollouts without a loss token do not count, except in `constant`.
 
   Args:
     losses: f32[P, G, T]; any value where masked.

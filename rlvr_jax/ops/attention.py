@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-It encodes prompts for the engine, and computes unpacked batches. The mask follows from positions
-only: padding has negative positions.
+The sampling engine encodes prompts with it, and unpacked batches are scored with it. Only positions
+determine the mask: padding has negative positions.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over the keys of all segments jointly.
 
-  A key is visible to a query unless its position is negative (padding), later than the query's, or
-  `window` or more tokens earlier. Scores and the softmax are at least float32. Above 512 queries
-  the scores exist for one block of queries at a time, in the backward pass too.
+  A query sees a key unless the key's position is negative (padding), later than the query's, or at
+  least `window` tokens earlier. Scores and the softmax are at least float32. Above 512 queries the
+  scores exist for one block of queries at a time, in the backward pass too.
 
   Args:
     queries: [P, G, Q, N, H].
-    positions: i32[P, G, Q], of the queries.
+    positions: i32[P, G, Q], positions of the queries.
     segments: keys and values; a segment with G = 1 is shared by the prompt's rollouts, not copied.
     scale: factor on the scores, usually 1/√H.
     window: tokens that a query attends to, itself included; may be traced.

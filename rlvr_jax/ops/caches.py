@@ -6,9 +6,9 @@ the tokens staged since the burst of decoding steps began, which are written to 
 compiled in, so that no layer of a step has a loop. `Pages` is for a TPU kernel that reads only the
 blocks that each slot has filled.
 
-A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded at
-once, also those of staged tokens. So the values that later tokens read do not depend on where
-bursts end.
+A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded as
+soon as they are computed, also if their token is only staged. So later tokens read the same values
+wherever bursts end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ KINDS = ("auto", "blocks", "pages")
 FORMATS = ("", "int8")  # of cached keys and values; "": the dtype that the network computes in
 
 _LARGEST = 127  # of int8, so that a sign changes no magnitude
-_LANES = 128  # of a TPU's registers
+_LANES = 128  # the width of a TPU's registers
 _STEPS = 16  # the most decoding steps of a burst; divides _TILE
 _TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
-_BLOCKS = 4  # of each part of a `Cache`; a burst reads one, two or all of them
+_BLOCKS = 4  # at most, in each part of a `Cache`; a burst reads one, two or all of them
 
 
 class Blocks(NamedTuple):
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
   @classmethod
   def of(cls, tokens: int, block_size: int, steps: int) -> Blocks:
-    """Blocks with room for `tokens` tokens: one small block, or blocks of `block_size` tokens."""
+    """The blocks that hold `tokens` tokens: one small block, or blocks of `block_size` tokens."""
     multiple = _TILE if tokens > _TILE else steps
     size = block_size if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
     return cls(size, -(-tokens // size))
@@ -51,13 +51,13 @@ class Blocks(NamedTuple):
     return self.size * self.number
 
   def read_for(self, tokens: int) -> int:
-    """The blocks to read for the first `tokens` tokens: a quarter of all, a half, or all."""
+    """How many blocks to read for the first `tokens` tokens: a quarter, half or all of them."""
     numbers = (-(-self.number // 4), -(-self.number // 2), self.number)
     return next(number for number in numbers if number * self.size >= min(tokens, self.tokens))
 
 
 class Read(NamedTuple):
-  """The blocks of every slot that a burst reads, from the first on; static."""
+  """How many blocks of every slot a burst reads, from the first block on; static."""
 
   prompt: int
   response: int
@@ -69,7 +69,7 @@ class CacheShape(NamedTuple):
   Attributes:
     prompt: blocks for the prompt without its last token, which is the first token to be decoded.
     response: blocks for the response without the tokens of its last burst.
-    steps: tokens of one burst; divides the blocks of the response.
+    steps: decoding steps of one burst; divides the size of the response's blocks.
   """
 
   prompt: Blocks
@@ -85,11 +85,12 @@ class CacheShape(NamedTuple):
     has_replies: bool = False,
     pages: bool = False,
   ) -> CacheShape:
-    """The cache for S prompt and T response tokens: at most four blocks for each, of 32 or more.
+    """The cache for S prompt and T response tokens.
 
-    Pages, which a kernel reads for every slot separately, are about 16 in all, of 32 to 512 tokens.
-    With dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within
-    bursts, and steps before a turn's first token and after its last token are lost.
+    Prompt and response have at most four blocks each, of at least 32 tokens. Pages, of which a
+    kernel reads as many as each slot has filled, are about 16 in all, of 32 to 512 tokens. With
+    dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within bursts,
+    and steps before a turn's first token and after its last token are lost.
     """
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
@@ -106,7 +107,7 @@ class CacheShape(NamedTuple):
 
   @property
   def tokens(self) -> int:
-    """Number of keys of a slot, including staged keys."""
+    """The number of keys that a slot has room for, including staged keys."""
     return self.prompt.tokens + self.response.tokens + self.steps
 
   @property
@@ -116,7 +117,7 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies because it reads only some blocks of a part."""
+    """The most keys per slot that a burst copies, which it does if it reads only some blocks."""
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
@@ -127,13 +128,13 @@ def round_to_int8(x: Array) -> tuple[Array, Array]:
   Args:
     x: [..., H].
   Returns:
-    q, int8 [..., H], and s, f32 [...]; both are 0 where the vector is.
+    q, int8 [..., H], and s, f32 [...]; both are 0 for a vector of zeros.
   Source: absmax rounding, "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale"
     (arXiv:2208.07339), §2.
   """
   x = x.astype(jnp.float32)
   largest = jnp.max(jnp.abs(x), axis=-1)
-  # As one quotient per vector and products, which XLA does not rewrite: alike in all programs.
+  # One quotient per vector, then products: XLA does not rewrite this, so all programs round alike.
   factors = jnp.where(largest == 0, 0, _LARGEST / largest)
   return jnp.rint(x * factors[..., None]).astype(jnp.int8), largest * (1 / _LARGEST)
 
@@ -151,10 +152,10 @@ class Cache(NamedTuple):
   With dtype int8, keys and values are rounded by `round_to_int8`.
   """
 
-  keys: Array  # [K, blocks, slots, H, block]; staged ones [K, slots, H, steps]
-  values: Array  # [K, blocks, slots, block, H]; staged ones [K, slots, steps, H]
-  key_scales: Array | None = None  # f32 [K, blocks, slots, block], [K, slots, steps]; of int8
-  value_scales: Array | None = None  # the same
+  keys: Array  # [K, blocks, slots, H, block]; staged keys [K, slots, H, steps]
+  values: Array  # [K, blocks, slots, block, H]; staged values [K, slots, steps, H]
+  key_scales: Array | None = None  # f32 [K, blocks, slots, block], or [K, slots, steps]; for int8
+  value_scales: Array | None = None  # as `key_scales`
 
   @classmethod
   def of(cls, keys: Array, values: Array, dtype: Any) -> Cache:
@@ -166,7 +167,7 @@ class Cache(NamedTuple):
 
   @classmethod
   def zeros(cls, axes: tuple[int, ...], tokens: int, head_dim: int, dtype: Any) -> Cache:
-    """A cache [*axes, H, tokens], [*axes, tokens, H] of zeros."""
+    """A cache of zeros: keys [*axes, H, tokens] and values [*axes, tokens, H]."""
     empty = jnp.zeros((*axes, tokens, head_dim), jnp.float32)
     return cls.of(empty, empty, dtype)
 
@@ -178,7 +179,7 @@ class Cache(NamedTuple):
     return cls.of(by_block(keys), by_block(values), dtype)
 
   def stage(self, key: Array, value: Array, step: Array) -> Cache:
-    """Copies staged keys and values, adding one more token's, both [slots, K, H]."""
+    """Copies a staged cache, writing one token's key and value, both [slots, K, H], at `step`."""
     by_head = lambda x: jnp.swapaxes(x, 0, 1)[:, :, None]
     token = Cache.of(by_head(key), by_head(value), self.keys.dtype)
     put = lambda x, new, axis: jax.lax.dynamic_update_slice_in_dim(x, new, step, axis)
@@ -189,7 +190,7 @@ class Cache(NamedTuple):
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
   def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:
-    """Copies the cache, writing staged tokens after the responses' tokens that it has.
+    """Copies the cache, writing each slot's staged tokens behind its cached response.
 
     Args:
       staged: the staged keys and values of a burst.
@@ -200,7 +201,7 @@ class Cache(NamedTuple):
     return self._put(write, staged, (4, 3, 3, 3))
 
   def flush_slot(self, staged: Cache, slot: Array, start: Array) -> Cache:
-    """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
+    """Copies the cache, writing one slot's staged tokens behind `start` tokens of its response."""
     # One integer dtype, also under x64.
     at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]
     size = self.values.shape[3]
@@ -212,7 +213,7 @@ class Cache(NamedTuple):
     return self._put(put, staged, places)
 
   def _put(self, put: Callable[..., Array], new: Cache, places: Sequence[Any]) -> Cache:
-    """Applies `put` to every array, the one that is new, and its place."""
+    """Applies `put` to each array of the cache, its new part, and the place of this part."""
     arrays: Any = zip(self, new, places, strict=True)
     updated: Any = (x if x is None else put(x, *rest) for x, *rest in arrays)
     return Cache(*updated)
@@ -237,7 +238,7 @@ class Pages(NamedTuple):
     return cls(*(jnp.transpose(x, (3, 1, 0, 2, 4)) for x in blocks))
 
   def first(self, blocks: int) -> Pages:
-    """All pages, since the kernel reads as many as each slot has filled."""
+    """All pages, since the kernel itself stops at the last page that a slot has filled."""
     del blocks
     return self
 
@@ -260,7 +261,7 @@ class Pages(NamedTuple):
 def _write_tokens(
   cached: Array, staged: Array, axis: int, *, start: Array, flushed: Array | None
 ) -> Array:
-  """Copies an array of a cache, writing each slot's staged tokens, as one scatter.
+  """Copies an array of a cache, writing each slot's staged tokens into it by one scatter.
 
   Args:
     cached: [K, blocks, slots, …], with the tokens of a block along `axis`.
@@ -270,7 +271,7 @@ def _write_tokens(
   blocks, slots, size = cached.shape[1], cached.shape[2], cached.shape[axis]
   block = start // size
   if flushed is not None:
-    block = jnp.where(flushed, block, blocks)  # behind the last one: nothing is written there
+    block = jnp.where(flushed, block, blocks)  # behind the last block, where nothing is written
   places = jnp.stack([block, jnp.arange(slots, dtype=start.dtype), start % size], axis=1)
   return jax.lax.scatter(
     cached,
@@ -297,7 +298,7 @@ class Reach(NamedTuple):
 
   @classmethod
   def of(cls, prompt: Array, response: Array, running: Array) -> Reach:
-    """The tokens to read; slots that are not running count as empty."""
+    """The lengths to read; slots that are not running count as empty."""
     return cls(*(jnp.where(running, lengths, 0) for lengths in (prompt, response)))
 
 
@@ -317,10 +318,10 @@ def choose_cache(
 
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
-    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    platform: the platform of the devices that will run it: "tpu", "gpu" or "cpu".
     head_dims: the head widths in the network's layers, each width once.
     dtype: the dtype that the network computes in.
-    plain: whether no layer has a sliding window or a soft cap.
+    plain: True if no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:
     "blocks", which are read up to the longest slot, or "pages", which are read up to each slot's
@@ -347,7 +348,7 @@ def choose_cache(
 def _pages_obstacle(
   platform: str, head_dims: Sequence[int], dtype: str, plain: bool, cache_format: str
 ) -> str | None:
-  """A requirement of pages that is not met, with the actual value; None if all are met."""
+  """A requirement of pages that is not met, with the actual value; None if pages can be used."""
   if platform != "tpu":
     return f"a TPU (platform={platform!r})"
   if dtype != "bfloat16":

@@ -23,7 +23,7 @@ def check_between(
   open_low: bool = False,
   open_high: bool = False,
 ) -> None:
-  """Raises ValueError unless value is a real number in [low, high], without the open ends."""
+  """Raises ValueError unless value is a real number in [low, high]; an open end is excluded."""
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
   is_open_end = (open_low and value == low) or (open_high and value == high)
   if not is_number or not low <= value <= high or is_open_end:

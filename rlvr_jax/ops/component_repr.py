@@ -16,7 +16,7 @@ def component_repr(component: tuple[Any, ...]) -> str:
   Args:
     component: NamedTuple whose fields are the functions that a factory has made, and plain values.
   Returns:
-    The call; the class with its plain values if no function comes from a factory.
+    The call, or the class with its plain values if no function comes from a factory.
   """
   functions = [field for field in component if _has_arguments(field)]
   factory: Any = None

@@ -25,14 +25,14 @@ _MASKED = -1e30  # far below any score, so that exp(masked − largest) is exact
 
 
 class _Sums(NamedTuple):
-  """A softmax that is not divided yet."""
+  """The sums of a softmax that is not divided by its total yet."""
 
   peak: Array  # [K, slots, n], the largest score
   total: Array  # [K, slots, n], Σ exp(score − peak)
   mixed: Array  # [K, slots, n, H], Σ exp(score − peak)·v
 
   def join(self, other: _Sums) -> _Sums:
-    """Joins the sums over two sets of keys."""
+    """The sums over both sets of keys."""
     peak = jnp.maximum(self.peak, other.peak)
     decay, other_decay = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
     mixed = self.mixed * decay[..., None] + other.mixed * other_decay[..., None]
@@ -48,7 +48,7 @@ class _Keys(NamedTuple):
 
   @classmethod
   def of(cls, cache: Cache, first: Array, length: Array) -> _Keys:
-    """The first `length` tokens of every slot, whose positions begin at `first`; i32[slots]."""
+    """The first `length` tokens of every slot, at positions from `first` on; both i32[slots]."""
     _, blocks, _, size, _ = cache.values.shape
     index = jnp.arange(blocks)[:, None, None] * size + jnp.arange(size)
     return cls(cache, first[:, None] + index, index < length[:, None])
@@ -75,7 +75,7 @@ def cached_attention(
   Args:
     queries: [slots, N, H].
     prompt, response: the layer's caches of prompt and response. All blocks of a `Cache` are read;
-      of `Pages` only pages with tokens are read.
+      of `Pages`, only the pages with tokens are read.
     staged: keys and values of the burst's tokens 0 … step.
     reach: the reach of all slots at the start of the burst.
     step: i32[], index of the query's token in the burst.
@@ -123,7 +123,7 @@ def _sum_blocks(
   dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
   def score(keys: _Keys) -> Array:
-    """[K, blocks, slots, n, block]."""
+    """Scores [K, blocks, slots, n, block]; `_MASKED` where a key is not visible."""
     of_blocks = keys.cache.keys.astype(rows.dtype)
     scores = jnp.matmul(rows[:, None], of_blocks, preferred_element_type=dtype) * scale
     if keys.cache.key_scales is not None:
@@ -135,12 +135,13 @@ def _sum_blocks(
 
   scores = [score(keys) for keys in parts]
   by_row = [jnp.moveaxis(x, 1, 3).reshape(*rows.shape[:3], -1) for x in scores]
-  # The newest token sees itself, so that the largest score is one of a visible key.
+  # The newest token attends to itself, so that the largest score belongs to a visible key.
   peak = jnp.max(jnp.concatenate(by_row, axis=-1), axis=-1)
   totals, mixed = [], []
   for keys, scored in zip(parts, scores, strict=True):
     weights = jnp.exp(scored - peak[:, None, ..., None])
-    # Block by block: how XLA on CPU adds numbers depends on how many such sums there are.
+    # Summed block by block: in one operation, XLA on CPU would add in an order that depends on the
+    # number of blocks.
     totals += [jnp.sum(weights[:, block], axis=-1) for block in range(weights.shape[1])]
     if keys.cache.value_scales is not None:
       weights = weights * keys.cache.value_scales[:, :, :, None]
@@ -152,7 +153,7 @@ def _sum_blocks(
 
 
 def _sum_pages(queries: Array, part: Pages, length: Array, cores: int) -> _Sums:
-  """Sums over every slot's own pages, up to its own length."""
+  """Sums over the first `length` tokens of every slot's own pages."""
   from rlvr_jax.ops.paged import paged_sums  # experimental in jax, so imported only on use
 
   return _Sums(*paged_sums(queries, part, length, cores=cores))

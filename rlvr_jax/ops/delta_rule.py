@@ -5,12 +5,12 @@ v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]:
 
     S ← e^g·S;  S ← S + k ⊗ β·(v − Sᵀk);  o = Sᵀq
 
-In a gated DeltaNet, queries, keys and values come from causal convolutions of a few tokens, so that
-a sequence's state has the last inputs of these as well.
+In a gated DeltaNet, queries, keys and values come from causal convolutions over a few tokens. So a
+sequence's state also has the last inputs of these convolutions.
 
 `delta_step` computes one token. `delta_rows` computes packed rows, chunk by chunk, with the same
-result up to rounding. In a packed row a rollout begins with the state that its prompt has left; no
-other state passes from one sequence to another. A token without effect has g = 0 and β = 0.
+result up to rounding. In a packed row a rollout begins with the state after its prompt; no other
+state passes from one sequence to another. A token with g = 0 and β = 0 does not change the state.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464), §3.
 """
@@ -60,7 +60,8 @@ def delta_step(
   Returns:
     o [..., d_v], and the next state.
   """
-  # As sums of products, since the state is read and written once and the rest is small.
+  # Sums of products instead of matrix products: reading and writing the state once is most of the
+  # time.
   read = lambda vector: jnp.sum(state * vector[..., None], axis=-2)
   kept = jnp.exp(decay)[..., None]
   change = strength[..., None] * (value - kept * read(key))
@@ -76,11 +77,11 @@ def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> 
     inputs: arrays [R, L, ...] of R rows of L tokens.
     rows: the sequences in the rows. In each row a prompt comes before its rollouts, and its
       rollouts before the next prompt.
-    read: inputs of some tokens → their `Tokens`. It is called for each chunk, so that heads are
-      made and ordered where they are needed.
+    read: inputs of some tokens → their `Tokens`. It is called for each chunk, so that heads never
+      exist for the whole row.
   Returns:
-    o [R, L, N, d_v], without meaning at padding; and the states [R, N, d_k, d_v] after the
-    sequences of the last tokens.
+    o [R, L, N, d_v], arbitrary at padding; and the state [R, N, d_k, d_v] after the last token of
+    each row.
   """
   length = rows.prompts.shape[1]
   size = min(CHUNK, 1 << max(length - 1, 0).bit_length())
@@ -95,7 +96,7 @@ def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> 
   R, _, N, d_k = shapes.key.shape
   nothing = jnp.zeros((R, N, d_k, shapes.value.shape[-1]), shapes.value.dtype)
 
-  # Kept for the backward pass: the states between chunks, and what takes many products in turn.
+  # Kept for the backward pass: the states between chunks, and results of many successive products.
   keep = jax.checkpoint_policies.save_only_these_names(_INVERSE, _CHANGES)
   step = jax.checkpoint(functools.partial(_chunk, read=read), policy=keep)
   states, out = jax.lax.scan(step, (nothing, nothing), (jax.tree.map(of_chunk, inputs), links))
@@ -108,8 +109,8 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
 
   Args:
     x: [R, L, C]; channels are independent.
-    taps: [C, T], the last tap for the current token. The inputs before a rollout are its prompt's;
-      the inputs before a prompt are 0.
+    taps: [C, T], the last tap for the current token. A rollout's first tokens also read its
+      prompt's last inputs. The inputs before a prompt are 0.
     rows: as in `delta_rows`.
   Returns:
     [R, L, C].
@@ -127,7 +128,7 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
 
 
 def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
-  """`conv_rows` for one token x[..., C] of every sequence, and the next window.
+  """The results of `conv_rows` for one token x[..., C] of every sequence, and the next window.
 
   Args:
     window: the sequence's last inputs [..., T − 1, C], 0 before its first token.
@@ -139,7 +140,7 @@ def conv_step(x: Array, window: Array, taps: Array) -> tuple[Array, Array]:
 
 
 def _sum_taps(inputs: Sequence[Array], taps: Array) -> Array:
-  """Σ_j taps[:, T − 1 − j]·inputs[j]: in the same order, without rounding to fewer bits between."""
+  """Σ_j taps[:, T − 1 − j]·inputs[j], at least float32, always added in this order."""
   wide = jnp.promote_types(taps.dtype, jnp.float32)
   pairs = zip(inputs, taps.T[::-1], strict=True)
   return functools.reduce(operator.add, (x.astype(wide) * tap.astype(wide) for x, tap in pairs))
@@ -156,16 +157,16 @@ class DeltaInputs(NamedTuple):
   """The inputs that a gated DeltaNet mixes over tokens: projections of queries, keys, values."""
 
   channels: tuple[Array, Array, Array]  # [R, L, N_k·d_k] twice and [R, L, N·d_v]
-  taps: tuple[Array, Array, Array]  # [C, T] each, of their convolutions
+  taps: tuple[Array, Array, Array]  # the taps of their convolutions, [C, T] each
   decay: Array  # g [R, L, N], at least float32
-  strength: Array  # β [R, L, N], likewise
+  strength: Array  # β [R, L, N], at least float32
   key_dim: int  # d_k
   value_dim: int  # d_v
 
   def heads(self, channels: Sequence[Array]) -> tuple[Array, Array, Array]:
     """Queries, keys [..., N, d_k] and values [..., N, d_v] of convolved channels [..., C].
 
-    Queries and keys have length 1, queries then 1/√d_k; N/N_k heads share a key.
+    Keys have norm 1, queries 1/√d_k. N/N_k heads share a query and a key.
     """
     dims = self.key_dim, self.key_dim, self.value_dim
     query, key, value = (
@@ -207,7 +208,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
 
 
 def _mix(inputs: DeltaInputs, rows: Rows, real: Array) -> tuple[Array, Array]:
-  """(results [R, L, N, d_v], the last states); tokens that are not real have no effect."""
+  """The results [R, L, N, d_v] and the last states; tokens that are not `real` change no state."""
   pairs = zip(inputs.channels, inputs.taps, strict=True)
   channels = tuple(conv_rows(x, taps, rows) for x, taps in pairs)
   decay, strength = (jnp.where(real, x, 0) for x in (inputs.decay, inputs.strength))
@@ -238,24 +239,24 @@ def mix_token(inputs: DeltaInputs, state: DeltaState, running: Array) -> tuple[A
 
 
 class _Links(NamedTuple):
-  """How the tokens of a chunk hang together, for each row."""
+  """For each row of a chunk, which tokens continue which sequences."""
 
-  visible: Array  # bool[R, C, C], whether a token follows another in its sequence, or is it
-  from_last: Array  # bool[R, C], whether the token goes on from the last token of the chunk before
-  from_prompt: Array  # bool[R, C], whether it goes on from the prompt that ended before
-  last: Array  # bool[R, C], of one token: the last one
-  ends: Array  # bool[R, C], of at most one token: the last one of a prompt
+  visible: Array  # bool[R, C, C], whether token i's state includes token j: j = i, or j is earlier
+  from_last: Array  # bool[R, C], whether the token continues the last sequence of the chunk before
+  from_prompt: Array  # bool[R, C], whether the token continues a prompt of an earlier chunk
+  last: Array  # bool[R, C], True at the last token only
+  ends: Array  # bool[R, C], True only at the last token of a prompt, if a prompt ends here
 
 
 def _split_rows(rows: Rows, size: int) -> tuple[Rows, Array]:
-  """Rows [chunks, R, C], and the indices of their tokens [chunks, C]."""
+  """Splits rows into chunks, [chunks, R, C], with the indices of their tokens, [chunks, C]."""
   split = lambda x: jnp.moveaxis(x.reshape(len(x), -1, size), 1, 0)
   length = rows.prompts.shape[1]
   return Rows(*map(split, rows)), jnp.arange(length).reshape(-1, size)
 
 
 def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
-  """The links of a chunk, from `_split_rows`; `length` is that of rows before they were padded."""
+  """The links of a chunk of `_split_rows`; `length` is the rows' length before padding."""
   rows, index = chunk
   first, is_token = index[0], rows.prompts >= 0
   field = lambda x: x[..., :, None]
@@ -277,23 +278,23 @@ def _chunk(
   chunk: tuple[Inputs, _Links],
   read: Callable[[Inputs], Tokens],
 ) -> tuple[tuple[Array, Array], Array]:
-  """Computes a chunk from the states [R, N, d_k, d_v] of the last token and of the last prompt.
+  """Computes a chunk from the states [R, N, d_k, d_v] after the last token and the last prompt.
 
   Returns:
-    Both states behind the chunk, and o [R, C, N, d_v].
+    The same two states after the chunk, and o [R, C, N, d_v].
   """
   inputs, links = chunk
-  # [R, N, C, …], so that a product of matrices is of one head.
+  # [R, N, C, …], so that each matrix product concerns one head.
   query, key, value, decay, strength = (jnp.moveaxis(x, 2, 1) for x in read(inputs))
   by_head = lambda x: x[:, None].astype(decay.dtype)
   visible = by_head(links.visible)
   size = decay.shape[-1]
-  # Of g, along the sequence of a token: from its start in the chunk, and from behind another token.
+  # Sums of g along a token's sequence: from its start in the chunk, and from after another token.
   behind = jnp.arange(size)[:, None] > jnp.arange(size)
   sums = jnp.einsum("rnij,rnj->rni", visible, decay, precision=EXACT)
   between = jnp.where(visible > 0, sums[..., :, None] - sums[..., None, :], -jnp.inf)
   decays, kept = jnp.exp(between), jnp.exp(sums)
-  # What is left of either state at each token; it goes on from one of them.
+  # The fraction of each earlier state that remains at a token, which continues at most one of them.
   of_last, of_prompt = (
     (kept * by_head(follows))[..., None] for follows in (links.from_last, links.from_prompt)
   )
@@ -306,8 +307,9 @@ def _chunk(
   out = recall(query) + (query @ key.mT * decays) @ changes
 
   def state_at(token: Array) -> Array:
-    """The state behind one token of each row, which `token` bool[R, C] marks; 0 without one."""
-    # These sums select one number each. A rounded decay would act through all later chunks.
+    """The state after the token that `token`, bool[R, C], marks in each row; 0 if it marks none."""
+    # Each sum selects one number exactly, as a matrix product might not: an error in a decay would
+    # grow over all later chunks.
     at = lambda x: jnp.sum(by_head(token) * x, axis=-1)[..., None]
     seen = jnp.any(token[..., None] & links.visible, axis=1)[:, None]  # by that token
     weights = jnp.exp(jnp.where(seen, at(sums) - sums, -jnp.inf))
@@ -324,7 +326,7 @@ def _chunk(
 def _invert(x: Array) -> Array:
   """(I + x)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
 
-  By substitution over blocks whose size doubles: stable, and products alone.
+  By substitution over blocks that double in size, which is stable and uses matrix products only.
   """
   x = jax.lax.optimization_barrier(x)  # without it XLA computes x again in every product
   size = x.shape[-1]

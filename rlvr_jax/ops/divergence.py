@@ -25,7 +25,7 @@ class Divergence:
   Attributes:
     alpha: α, in [0, 1].
     support: S: "all", or the top k tokens of "student" or "teacher", or the "union" of both. Tokens
-      tied with the least probable of them are included. S is constant for differentiation.
+      as probable as the least probable of these are included. S is constant for differentiation.
     top_k: k; 0 with "all".
     rest: the treatment of the mass outside S: "renormalize": π and τ are conditioned on S, so that
       this mass has no gradient; "tail": the mass is one more token; "drop": the mass is left out,
@@ -81,7 +81,8 @@ class Divergence:
     if self.rest == "renormalize":
       log_p, log_q = log_p - _log_mass(log_p, kept), log_q - _log_mass(log_q, kept)
     elif self.rest == "tail":
-      # If nothing is outside, the mass of everything stands in for that of nothing.
+      # If no token is outside S, the mass of all tokens replaces log 0, and the term is dropped
+      # below.
       has_rest = jnp.any(~kept, axis=-1, keepdims=True)
       outside = ~(kept & has_rest)
       tail = self._terms(_log_mass(log_p, outside), _log_mass(log_q, outside))
@@ -99,7 +100,7 @@ class Divergence:
     return top(log_p) | top(log_q)
 
   def _terms(self, log_p: Array, log_q: Array) -> Array:
-    """What each token adds, f32[..., V]."""
+    """The term of each token in the divergence's sum, f32[..., V]."""
     p, q, alpha = jnp.exp(log_p), jnp.exp(log_q), self.alpha
     if alpha == 1:
       return p * (log_p - log_q)
@@ -113,12 +114,12 @@ class Divergence:
 
 
 def _log_mass(logprobs: Array, kept: Array) -> Array:
-  """log of the mass of the tokens that are kept, of which there is at least one, f32[..., 1]."""
+  """The log of the mass of the kept tokens, of which there is at least one, f32[..., 1]."""
   return jax.nn.logsumexp(jnp.where(kept, logprobs, -jnp.inf), axis=-1, keepdims=True)
 
 
 def _score_terms(log_p: Array, log_q: Array, kept: Array) -> Array:
-  """−sg(w·(log τ − log π))·π/sg(π) of each token, where w is π conditioned on the kept ones."""
+  """Each token's term −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on kept tokens."""
   constant = jax.lax.stop_gradient(log_p)
   weights = jnp.exp(constant - _log_mass(constant, kept))
   return weights * (constant - log_q) * jnp.exp(log_p - constant)

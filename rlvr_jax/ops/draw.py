@@ -2,8 +2,8 @@
 
 A token v is drawn by inverting the distribution function. Its weight is exp(z_v − max z), rounded
 down to a multiple of 2⁻⁴⁴. Weights are added as integers, so that blocks of the vocabulary and the
-devices that hold them change no bit. The same weights give the recorded log-probability, so that it
-is that of the distribution that is drawn from.
+devices that hold them change no bit. The recorded log-probability is computed from the same
+weights, so it belongs to the very distribution that the token is drawn from.
 
 Integers of 64 bits are pairs (high, low) of uint32, since jax has no 64-bit integers by default.
 """
@@ -32,13 +32,14 @@ def draw_tokens(
 ) -> tuple[Array, Array]:
   """Draws a token from each row's distribution.
 
-  The share of the 2⁶⁴ values of `bits` that give a token is its recorded probability, but for a
-  relative error of 1e-5 down to probabilities of 1e-7. Tokens less probable than 2⁻⁴⁴ times the
+  The fraction of the 2⁶⁴ values of `bits` that give a token equals its recorded probability, up to
+  a relative error of 1e-5 for probabilities above 1e-7. Tokens less probable than 2⁻⁴⁴ times the
   most probable one are never drawn, nor are tokens that top-k, top-p or min-p exclude.
 
   Args:
-    logits: f32[R, V], V at most 2²⁰; other float types likewise.
-    sampling: the distribution; at temperature 0 the first largest logit is taken.
+    logits: f32[R, V], V at most 2²⁰; or of another float type.
+    sampling: the distribution; at temperature 0 the token with the largest logit is taken, the
+      first of several.
     bits: u32[R, 2], random.
     shards: number of devices over which V is split, each of which sums its own part; no effect on
       results.
@@ -57,7 +58,8 @@ def draw_tokens(
   least = smallest_kept(scaled, sampling)
   if least is not None:
     scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-  # Computed once: the search within a block must find the very weights that its sum was made of.
+  # The barrier has these computed once, so that the search within a block uses the very weights of
+  # its sum.
   relative = jax.lax.optimization_barrier(jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True)))
 
   in_blocks = _to_blocks(relative, shards)
@@ -74,7 +76,7 @@ def draw_tokens(
   of_all = _to_float(total, weight.dtype) * 2.0 ** (-2 * _HALF_BITS)
   shard, own_block = jnp.divmod(block, in_blocks.shape[1] // shards)
   tokens = shard * (vocabulary // shards) + own_block * _BLOCK + member
-  # Without any weight, as with NaN, the search ends in the padding of the last block.
+  # If all weights are 0, as with NaN, the search ends in the padding of the last block.
   return jnp.minimum(tokens, vocabulary - 1), jnp.log(weight) - jnp.log(of_all)
 
 
@@ -99,11 +101,11 @@ def _to_blocks(weights: Array, shards: int) -> Array:
 
 
 def _halves(weights: Array) -> tuple[Array, Array]:
-  """The halves (u32, u32) of ⌊w · 2⁴⁴⌋ of weights in [0, 1], without rounding; 0 for NaN."""
+  """The two halves (u32, u32) of ⌊w · 2⁴⁴⌋, for weights w in [0, 1]; 0 for NaN."""
   scale = 2.0**_HALF_BITS
   exact = jnp.where(weights >= 0, weights, 0) * scale
   high = jnp.floor(exact)
-  # Signed integers on the way: CPUs convert to those in one instruction.
+  # By way of signed integers, to which CPUs convert in one instruction.
   to_integer = lambda x: x.astype(jnp.int32).astype(jnp.uint32)
   return to_integer(high), to_integer((exact - high) * scale)
 
@@ -112,7 +114,7 @@ def _halves(weights: Array) -> tuple[Array, Array]:
 
 
 def _join(high: Array, low: Array) -> _Pair:
-  """high · 2²² + low of u32 below 2³¹."""
+  """high · 2²² + low, for u32 arrays of numbers below 2³¹."""
   upper = (high >> (32 - _HALF_BITS), high << _HALF_BITS)
   return _add(upper, (jnp.zeros_like(low), low))
 
@@ -127,7 +129,7 @@ def _subtract(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _cumulative(values: _Pair) -> _Pair:
-  """The sums of all values [R, n] up to each, in runs of √n: few operations for a GPU to launch."""
+  """The cumulative sums of values [R, n], in runs of √n, which takes a GPU few kernels."""
   count = values[0].shape[-1]
   run = math.isqrt(count - 1) + 1
   in_runs = lambda x: jnp.pad(x, [(0, 0), (0, -count % run)]).reshape(len(x), -1, run)
@@ -139,7 +141,7 @@ def _cumulative(values: _Pair) -> _Pair:
 
 
 def _sums_until(values: _Pair, *, include: bool) -> _Pair:
-  """The sums of the values before each along the last axis, or up to each, by all pairs."""
+  """Cumulative sums along the last axis, each with its own value only if `include`."""
   index = jnp.arange(values[0].shape[-1])
   counts = index[:, None] >= index + (not include)
   mask = lambda x: jnp.where(counts, x[..., None, :], 0)
@@ -151,7 +153,7 @@ def _first_above(sums: _Pair, target: _Pair) -> tuple[Array, _Pair]:
   """Finds the first of ascending sums [R, n] that is above a target [R].
 
   Returns:
-    its index i32[R], n − 1 if there is none, and the sum before it, 0 for the first.
+    Its index i32[R], n − 1 if no sum is above the target; and the preceding sum, 0 for index 0.
   """
   high, low = target[0][:, None], target[1][:, None]
   is_above = (sums[0] > high) | ((sums[0] == high) & (sums[1] > low))
@@ -163,7 +165,7 @@ def _first_above(sums: _Pair, target: _Pair) -> tuple[Array, _Pair]:
 
 
 def _multiply_high(a: _Pair, b: _Pair) -> _Pair:
-  """⌊a · b / 2⁶⁴⌋."""
+  """⌊a · b / 2⁶⁴⌋ of 64-bit integers."""
   high, middle = _product(a[0], b[0]), (_product(a[0], b[1]), _product(a[1], b[0]))
   carried, _ = _product(a[1], b[1])
   zero = jnp.zeros_like(carried)
@@ -173,7 +175,7 @@ def _multiply_high(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _product(a: Array, b: Array) -> _Pair:
-  """a · b of u32."""
+  """The 64-bit product a · b of u32 arrays."""
   mask = jnp.uint32(0xFFFF)
   lowest = (a & mask) * (b & mask)
   one = (a >> 16) * (b & mask) + (lowest >> 16)

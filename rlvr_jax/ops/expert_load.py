@@ -13,14 +13,14 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
 class Load(NamedTuple):
-  """Sums over tokens, prompts included, by layer and expert; sums over disjoint tokens add up.
+  """How much each expert of each layer is used: sums over tokens, those of prompts included.
 
-  A prompt counts once in each row that has rollouts of it, so that the load and the balance loss
-  depend a little on how rollouts are packed.
+  The loads of disjoint sets of tokens can be added. A prompt counts once in each row that has
+  rollouts of it, so that the load and the balance loss depend a little on how rollouts are packed.
   """
 
   choices: Array  # f32[layers, E], number of tokens that chose an expert
-  probabilities: Array  # [layers, E], of the router; differentiable
+  probabilities: Array  # [layers, E], sums of the router's probabilities; differentiable
 
 
 def expert_load(routes: Array, probabilities: Array) -> Load:
@@ -36,7 +36,7 @@ def expert_load(routes: Array, probabilities: Array) -> Load:
 
 
 def balance_weights(load: Load) -> Array:
-  """Weights [layers, E]; the balance loss is the sum of their products with the probabilities.
+  """Weights [layers, E]; the balance loss is Σ weights · `load.probabilities`.
 
     loss = mean over layers of E · Σ_e f_e · P_e
 
@@ -59,7 +59,7 @@ def balance_weights(load: Load) -> Array:
 
 
 def load_metrics(load: Load) -> Metrics:
-  """Metrics of how evenly tokens are spread over experts, see `ExpertChoices`."""
+  """Metrics of how evenly tokens are distributed over experts, see `ExpertChoices`."""
   choices = jax.lax.stop_gradient(load.choices)
   return {
     "routing/load_entropy": ExpertChoices(choices, "entropy"),
@@ -69,7 +69,7 @@ def load_metrics(load: Load) -> Metrics:
 
 
 def largest_loads(load: Load, layers: Sequence[int]) -> dict[str, Array]:
-  """The metrics `routing/largest_load_layer_K`, f32[] by name, of the layers numbered K."""
+  """The metric `routing/largest_load_layer_K`, f32[], of each layer K in `layers`, by name."""
   of_layer = [ExpertChoices(choices[None], "largest") for choices in load.choices]
   return {
     f"routing/largest_load_layer_{layer}": value(choices)

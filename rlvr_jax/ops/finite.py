@@ -11,7 +11,7 @@ from rlvr_jax.types import Array, Params
 
 
 def nonfinite_names(tree: Any) -> list[str]:
-  """Paths, joined by "/", of a tree's floating-point arrays with entries that are not finite."""
+  """Paths, joined by "/", of a tree's floating-point arrays with NaN or infinite entries."""
   leaves = {
     jax.tree_util.keystr(path, simple=True, separator="/"): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -21,7 +21,7 @@ def nonfinite_names(tree: Any) -> list[str]:
 
 
 def check_finite(where: str, params: Params) -> None:
-  """Raises ValueError, which names the arrays and `where` they were read, unless all are finite."""
+  """Raises ValueError if weights are not finite, naming them and `where` they were read."""
   if names := nonfinite_names(params):
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     raise ValueError(

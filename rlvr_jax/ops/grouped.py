@@ -41,7 +41,7 @@ class Groups(NamedTuple):
   E is the number of groups.
   """
 
-  sizes: Array  # i32[E], rows
+  sizes: Array  # i32[E], number of rows
   starts: Array  # i32[E], index of the first row
 
 
@@ -51,14 +51,14 @@ class Order:
   """The rows of N tokens with k choices each, among M rows that are sorted by group."""
 
   groups: Groups
-  rows: Array  # i32[N, k], row of a choice; M: the token chose no group
-  choices: Array  # i32[M], token·k + choice of a row; N·k: the row is unused
+  rows: Array  # i32[N, k], the row of each choice; M: the token chose no group
+  choices: Array  # i32[M], the choice of each row, as token·k + j; N·k: the row is unused
   # Whether groups begin at multiples of a block, so that unused rows lie between them.
   aligned: bool = dataclasses.field(metadata={"static": True})
 
   @property
   def chosen(self) -> Array:
-    """bool[N, k], whether each choice of a token is a group."""
+    """For each of a token's k choices, whether it is a group, bool[N, k]."""
     return self.rows < len(self.choices)
 
 
@@ -99,8 +99,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
   """Sorts the choices of tokens by group, and within a group by token.
 
   Args:
-    choices: i32[N, k], the groups that a token has chosen, all different; `num_groups` for no
-      group.
+    choices: i32[N, k], the distinct groups that each token has chosen; `num_groups` for no group.
     num_groups: E.
     kind: the result of `choose_products`.
   """
@@ -123,13 +122,13 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
 
 
 def _num_rows(tokens: int, k: int, num_groups: int, kind: str) -> tuple[int, int]:
-  """M, static, and the multiple at which each group begins."""
+  """M, and the alignment of each group's first row; both static."""
   pairs = tokens * k
   if kind == "megablox":
     return -(-pairs // TILE) * TILE, 1
   if kind == "reference":
     return pairs, 1
-  # A group has at most all tokens, and its last block may be partly filled.
+  # A group has at most all tokens, and only its last block may be partly filled.
   blocks = min((pairs + num_groups * (BLOCK - 1)) // BLOCK, num_groups * -(-tokens // BLOCK))
   return blocks * BLOCK, BLOCK
 
@@ -152,7 +151,7 @@ to_rows.defvjp(lambda x, order: (to_rows(x, order), order), _to_rows_backward)
 
 @jax.custom_vjp
 def from_rows(rows: Array, order: Order) -> Array:
-  """Gathers the rows [M, F] of each token's choices, [N, k, F]; any value where not `chosen`."""
+  """Gathers the rows [M, F] of each token's choices, [N, k, F]; arbitrary where not `chosen`."""
   return rows.at[order.rows].get(mode="clip")
 
 
@@ -165,7 +164,7 @@ from_rows.defvjp(lambda rows, order: (from_rows(rows, order), order), _from_rows
 
 
 def _fill_rows(x: Array, indices: Array, order: Order) -> Array:
-  """x[indices]; indices of unused rows are out of bounds."""
+  """x[indices]; unused rows, whose indices are out of bounds, get 0 if the order is aligned."""
   return x.at[indices].get(mode="fill" if order.aligned else "clip", fill_value=0)
 
 
@@ -208,10 +207,10 @@ grouped_product.defvjp(
 
 
 class _Products(NamedTuple):
-  """The two products of an implementation."""
+  """An implementation's functions for the products and for the gradient of the kernels."""
 
-  # (rows [M, D], kernels [E, D, F], groups, transposed) → [M, F]; with the kernels transposed, rows
-  # [M, F] → [M, D].
+  # (rows [M, D], kernels [E, D, F], groups, transposed) → [M, F]. If `transposed`, the kernels are
+  # transposed, and rows [M, F] give [M, D].
   multiply: Callable[..., Array]
   multiply_outer: Callable[..., Array]  # (rows [M, D], [M, F], groups, dtype) → [E, D, F]
 

@@ -31,7 +31,7 @@ def group_deviation(x: Array, valid: Array) -> Array:
 
 
 def varies(x: Array, valid: Array) -> Array:
-  """Whether two valid rollouts of a group differ, bool[P, 1]; False with fewer than two."""
+  """Whether a group has two valid rollouts with different values, bool[P, 1]."""
   over_valid: dict[str, Any] = dict(axis=1, keepdims=True, where=valid > 0)
   x = upcast(x)
   return ~(jnp.max(x, initial=-jnp.inf, **over_valid) <= jnp.min(x, initial=jnp.inf, **over_valid))

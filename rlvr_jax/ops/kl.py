@@ -19,7 +19,7 @@ def _log_ratio(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 
 
 def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
-  """log p − log q: unbiased, with high variance, of either sign.
+  """log p − log q: unbiased, of either sign, with high variance.
 
   Args:
     p_logprobs: f32[...], nats, under the distribution that the tokens were sampled from.

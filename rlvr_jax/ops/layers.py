@@ -1,11 +1,11 @@
 """Layers of several kinds: where their parameters lie, and their loops.
 
-A layer's kind is a pair: what mixes its tokens, and what follows, "dense" (an MLP) or "sparse"
-(experts). Tokens are mixed by "attention", by "full" attention, whose heads differ from those of
-sliding layers, or by "delta" (a gated DeltaNet). A parameter under "blocks" is stacked over the
-layers that have it, in their order. Layers are computed in loops over a pattern that repeats, so
-that a program has each layer of a pattern once. Where all layers are alike, that is one loop over
-one layer.
+A layer's kind is a pair of names, of its mixer and of the part after the mixer. The mixer is
+"attention"; "full", attention whose heads differ from the sliding layers' heads; or "delta", a
+gated DeltaNet. The part after it is "dense", an MLP, or "sparse", experts. A parameter under
+"blocks" is stacked over the layers that have it, in their order. Layers are computed in loops over
+a pattern that repeats, so that a program has each layer of a pattern once. If all layers are alike,
+there is one loop over one layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ALL = "all"
 ATTENTION, FULL, DELTA = "attention", "full", "delta"
 DENSE, SPARSE = "dense", "sparse"
 STACKS = (ALL, ATTENTION, FULL, DELTA, DENSE, SPARSE)
-# Stack → its parameters and other values by layer; what is not named is of all layers.
+# Stack → names of its parameters and other per-layer values; all other names are in the stack
+# `ALL`.
 _NAMES = {
   ATTENTION: (
     *("query", "key", "value", "output", "query_norm", "key_norm", "output_gate"),
@@ -42,23 +43,23 @@ _STACKS = {name: stack for stack, names in _NAMES.items() for name in names}
 class Heads(NamedTuple):
   """The heads of a layer's attention."""
 
-  queries: int  # their number, N
-  keys: int  # number of heads of keys and values, K
-  width: int  # H
+  queries: int  # N, the number of query heads
+  keys: int  # K, the number of key/value heads
+  width: int  # H, the width of a head
 
 
 def stack_of(name: str) -> str:
-  """The stack of the parameters blocks/`name`, one of `STACKS`: the layers that have them."""
+  """The stack of the parameters blocks/`name`: the one of `STACKS` whose layers have them."""
   return _STACKS.get(name, ALL)
 
 
 def layers_in(stack: str, kinds: Sequence[Kind]) -> list[int]:
-  """The numbers of the layers, of these kinds, whose parameters are in a stack."""
+  """The indices of the layers that are in a stack; `kinds` are the kinds of all layers."""
   return [i for i, kind in enumerate(kinds) if stack in (ALL, *kind)]
 
 
 def rows_of(layer: int, kinds: Sequence[Kind]) -> dict[str, np.int32]:
-  """The row of a layer in each stack of parameters that contains it."""
+  """Stack → the layer's row in it, for each stack that contains the layer."""
   return {s: np.int32(layers_in(s, kinds).index(layer)) for s in (ALL, *kinds[layer])}
 
 
@@ -67,14 +68,14 @@ def take_rows(
   rows: Mapping[str, Any],
   take: Callable[[Array, Any], Array] = lambda stacked, row: stacked[row],
 ) -> Params:
-  """Takes the parameters of the layer with these rows from their stacks, by `take`."""
+  """The parameters of one layer, whose row in each stack is given; `take` selects a row."""
   in_rows = {name: part for name, part in stacks.items() if stack_of(name) in rows}
   of_stack = lambda name: lambda stacked: take(stacked, rows[stack_of(name)])
   return {name: jax.tree.map(of_stack(name), part) for name, part in in_rows.items()}
 
 
 def split_into_loops(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
-  """Splits the layers into loops, each of a pattern of layers and its number of repetitions.
+  """Splits the layers into loops: pairs of a pattern of kinds and its number of repetitions.
 
   The patterns together have as few layers as possible, since every layer of a pattern is compiled.
   """

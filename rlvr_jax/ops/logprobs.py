@@ -17,7 +17,7 @@ from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.types import Array, Head, Sampling
 
 _PLAIN = Sampling()
-# Bins of a token's probability, each from its bound up to the one before; the first ends at 1.
+# Bins of a token's probability, with their lower bounds; a bin ends where the one before begins.
 PROBABILITY_BINS = {
   "from_0.1": 0.1,
   "from_0.01": 0.01,
@@ -28,12 +28,12 @@ PROBABILITY_BINS = {
 
 
 def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError if the settings of the group of fields `owner` define no distribution."""
+  """Raises ValueError if the settings define no distribution; `owner` is their section's name."""
   temperature = sampling.temperature
   if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
     raise ValueError(
-      f"{owner}.temperature={temperature}; it must be finite and ≥ {LEAST_TEMPERATURE}: logits over"
-      " less have no digits left in float32; or 0, which decodes greedily"
+      f"{owner}.temperature={temperature}; it must be finite and ≥ {LEAST_TEMPERATURE}, since"
+      " float32 logits divided by less lose all their digits; or 0, which decodes greedily"
     )
   if not 0 <= sampling.top_k <= vocab_size:
     raise ValueError(f"{owner}.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
@@ -49,7 +49,7 @@ def is_truncated(sampling: Sampling) -> bool:
 
 
 def head_logits(hidden: Array, head: Head) -> Array:
-  """Logits soft_cap(hidden @ kernel · scale), at least float32, [..., V] from [..., D]."""
+  """The logits soft_cap(hidden @ kernel · scale), [..., V] from [..., D], at least float32."""
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
   flat = hidden.reshape(-1, hidden.shape[-1])
   logits = jnp.dot(flat, head.kernel.astype(hidden.dtype), preferred_element_type=dtype)
@@ -103,7 +103,7 @@ class _SoftmaxTerms(NamedTuple):
 
   largest: Array  # [...], max_v z_v
   log_sum: Array  # [...], log Σ_v exp(z_v − largest) over the tokens that are kept
-  smallest_kept: Array | None  # [...], the smallest z_v that is kept; None if all are
+  smallest_kept: Array | None  # [...], the smallest z_v that is kept; None: all are kept
 
 
 def _softmax_terms(logits: Array, sampling: Sampling) -> _SoftmaxTerms:
@@ -125,7 +125,7 @@ def _log_softmax(logits: Array, terms: _SoftmaxTerms) -> Array:
 
 
 def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
-  """The smallest of logits/temperature [..., V] that top-k, top-p and min-p keep; None: all."""
+  """The smallest logit/temperature, [...], that top-k, top-p and min-p keep; None: all are kept."""
   smallest = None
   if sampling.top_k:
     smallest = jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
@@ -148,7 +148,7 @@ class TeacherHead(NamedTuple):
 
   hidden: Array  # [P, ..., D'], constant for differentiation
   head: Head  # kernel [D', V]
-  temperature: float  # of the teacher's distribution, which is never truncated
+  temperature: float  # temperature of the teacher's distribution, which is never truncated
   divergence: Divergence
 
 
@@ -156,21 +156,21 @@ class Taught(NamedTuple):
   """For each token, the student's divergence from a teacher, and the teacher's statistics."""
 
   divergence: Array  # [..., T], nats; its gradient goes through the student
-  logprobs: Array  # [..., T], the teacher's of the token; a constant
-  entropy: Array  # [..., T], the teacher's, nats; a constant
+  logprobs: Array  # [..., T], the token's log-probability under the teacher; a constant
+  entropy: Array  # [..., T], the teacher's entropy, nats; a constant
 
 
 class TokenStatistics(NamedTuple):
   """Statistics of the distribution from which each token was sampled, in at least float32."""
 
-  logprobs: Array  # [..., T], of the token
+  logprobs: Array  # [..., T], the token's log-probability
   entropy: Array  # [..., T], nats
   log_normalizers: Array  # [..., T], log Σ_v exp(z_v/temperature); a constant
   projected: Array | None  # [..., T, R], Σ_v R_v·∂(−log p[token])/∂z_v; a constant
-  # [..., T] each, the mass of the tokens in each of `PROBABILITY_BINS`; constants
+  # [..., T] each, the total probability in each of `PROBABILITY_BINS`; constants
   masses: tuple[Array, ...] | None = None
   squared_probabilities: Array | None = None  # [..., T], Σ_v p_v² in [1/V, 1]; a constant
-  taught: Taught | None = None  # beside a teacher
+  taught: Taught | None = None  # None without a teacher
 
 
 def token_logprobs(
@@ -250,12 +250,12 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """Name of the scope of the loop over wanted tokens on a device with `places` tokens."""
+  """The name of the scope around the loop over wanted tokens on a device with `places` tokens."""
   return f"wanted_of_{places}"
 
 
 def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
-  """Number of chunks that a device computes if some of its tokens are wanted.
+  """The number of chunks that a device computes if only some of its tokens are wanted.
 
   Args:
     places: number of tokens of the device.
@@ -276,7 +276,7 @@ def default_chunk_rows(vocab_size: int) -> int:
 
 
 class _Compared(NamedTuple):
-  """How a teacher's head is applied and compared, fixed at compile time."""
+  """The static settings of a teacher's head and of its comparison with the student."""
 
   divergence: Divergence
   temperature: float
@@ -294,18 +294,18 @@ class _Setting(NamedTuple):
   mesh: Mesh | None
   masses: bool = False
   squares: bool = False
-  compared: _Compared | None = None  # with a teacher
+  compared: _Compared | None = None  # None without a teacher
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(setting, hidden, kernel, tokens, projection, wanted, taught):
-  """([P, ..., D], [D, V], [P, ...], [V, R], [P, ...], teacher's) → statistics [P, ...]."""
+  """The `TokenStatistics` [P, ...] of `tokens`; for arguments see `token_statistics`."""
   return _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted, taught)[0]
 
 
 @jax.named_scope("head")
 def _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted, taught):
-  """As `_statistics`, with `_SoftmaxTerms` [P, ...], which spare the backward pass a softmax."""
+  """The statistics, and the `_SoftmaxTerms` [P, ...] that spare the backward pass a softmax."""
 
   def on_device(hidden, tokens, of_teacher, wanted, kernel, projection, teacher_kernel):
     def chunk(carry, args):
@@ -329,7 +329,7 @@ def _flat_rows(hidden):
 
 
 def _constrain_teacher(setting, taught):
-  """(hidden, kernel) of a teacher, its kernel replicated; (None, None) without one."""
+  """A teacher's hidden states and its kernel, replicated; (None, None) without a teacher."""
   if taught is None:
     return None, None
   hidden, kernel = jax.lax.stop_gradient(taught)
@@ -378,7 +378,12 @@ _statistics.defvjp(_statistics_forward, _statistics_backward)
 
 
 def _chunk_forward(setting, hidden, kernel, tokens, projection, teacher):
-  """([n, D], [D, V], [n], [V, R], ([n, D'], [D', V])) → statistics and residuals [n]."""
+  """The `TokenStatistics` and `_SoftmaxTerms` of a chunk of n tokens.
+
+  Args:
+    hidden, kernel, tokens, projection: [n, D], [D, V], [n] and [V, R].
+    teacher: the teacher's hidden states [n, D'] and kernel [D', V].
+  """
   sampling = setting.sampling
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
@@ -416,7 +421,7 @@ def _compare(setting, logprobs, tokens, teacher):
 
 
 def _teacher_logprobs(setting, teacher):
-  """log τ of a chunk, [n, V]."""
+  """The teacher's log-probabilities for a chunk, [n, V]."""
   compared, (hidden, kernel) = setting.compared, teacher
   logits = head_logits(hidden, Head(kernel, compared.scale, compared.soft_cap))
   return jax.nn.log_softmax(logits / compared.temperature)
@@ -428,12 +433,12 @@ def _chunk_backward(
   """Gradients of Σ of_logprob·log p[token] + of_entropy·entropy + of_divergence·divergence.
 
   Returns:
-    [n, D] and [D, V].
+    The gradients of the hidden states [n, D] and of the kernel [D, V].
   """
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
   if terms.smallest_kept is not None:
-    # The compiler may round these logits differently from those of the forward pass.
+    # The compiler may round these logits differently from the forward pass's logits.
     slack = jnp.abs(terms.smallest_kept) * 2.0**-20
     terms = terms._replace(smallest_kept=terms.smallest_kept - slack)
   logprobs = _log_softmax(logits / setting.sampling.temperature, terms)
@@ -461,7 +466,7 @@ def _select(values, tokens):
 
 
 def probability_bins(logprobs: Array) -> Array:
-  """The number of each probability's bin in `PROBABILITY_BINS`."""
+  """The index in `PROBABILITY_BINS` of each probability's bin."""
   bounds = jnp.log(jnp.asarray([*PROBABILITY_BINS.values()][:-1], logprobs.dtype))
   return jnp.sum(logprobs[..., None] < bounds, axis=-1)
 
@@ -481,10 +486,10 @@ def _entropy(logprobs):
 
 
 def _fold_rows(setting, function, start, rows, wanted):
-  """Carries a value through the chunks of rows [N, ...]; returns it and the outputs [N, ...].
+  """Scans `function` over chunks of rows [N, ...]; returns the carry and the outputs [N, ...].
 
-  With `wanted`, [..., N in all], wanted rows come first, and chunks without one are left out; what
-  is left out has the output 0. One chunk is computed as a whole.
+  `wanted`, bool of N entries, moves wanted rows to the first chunks. Chunks without a wanted row
+  are skipped, and skipped rows have the output 0. If all rows fit into one chunk, none is skipped.
   """
   N = jax.tree.leaves(rows)[0].shape[0]
   join = lambda x: x.reshape(-1, *x.shape[2:])[:N]
@@ -497,7 +502,7 @@ def _fold_rows(setting, function, start, rows, wanted):
   num_chunks, length = jax.tree.leaves(chunks)[0].shape[:2]
   count = -(-jnp.sum(wanted) // length)
   if setting.mesh is not None and setting.mesh.size > 1:
-    # The vocabulary may be split over devices, which then exchange sums in every step.
+    # Devices that share a vocabulary exchange sums in every step, so all take equally many steps.
     count = jax.lax.pmax(count, ("data", "fsdp"))
 
   def step(index, state):
@@ -523,12 +528,12 @@ def _split(setting, rows):
 
 
 def _chunk_length(N: int, chunk_rows: int) -> int:
-  """Rows of each of the fewest chunks that hold N rows."""
+  """The rows per chunk, if N rows are split into as few chunks as possible."""
   return -(-N // -(-N // chunk_rows))
 
 
 def _scan(function, start, chunks):
-  """lax.scan, without a loop if there is one chunk."""
+  """The result of lax.scan; a single chunk is computed without a loop."""
   if jax.tree.leaves(chunks)[0].shape[0] > 1:
     return jax.lax.scan(function, start, chunks)
   carry, output = function(start, jax.tree.map(lambda x: x[0], chunks))
@@ -542,7 +547,7 @@ _REPLICATED = PartitionSpec()
 
 
 def _on_devices(setting, function, in_specs):
-  """`function` on each device's own rows; along `tensor` XLA splits a chunk's vocabulary."""
+  """Maps `function` over each device's own rows; XLA splits the vocabulary along `tensor`."""
   if setting.mesh is None or setting.mesh.size == 1:
     return function
   return jax.shard_map(
@@ -556,7 +561,7 @@ def _on_devices(setting, function, in_specs):
 
 
 def _constrain_kernel(setting, kernel, rows_axis):
-  """Shards a kernel [D, V]: its rows over an axis, or replicated if the axis is None."""
+  """Shards the rows of a kernel [D, V] over an axis; replicates the kernel if the axis is None."""
   if setting.mesh is None or setting.mesh.size == 1:
     return kernel
   fits = lambda size, axis: axis if axis and size % setting.mesh.shape[axis] == 0 else None

@@ -57,7 +57,7 @@ def for_tokens(coefficients: Array) -> Array:
 
 
 def token_share(marked: Array, mask: Array) -> Mean:
-  """Share of the kept tokens that are marked, with the marks themselves.
+  """The fraction of the kept tokens that are marked, with the marks themselves.
 
   Args:
     marked: [P, G, T], bool or in [0, 1].

@@ -3,10 +3,10 @@
 It builds on `jax.experimental.pallas.ops.tpu.megablox`, whose functions may change with any
 release; tested with jax 0.7.2 and 0.10.2.
 
-A kernel visits tiles of 128 rows, only those with rows, once for each group in them. A tile's whole
-inner dimension is one product if it fits: then an expert whose rows lie in two tiles is fetched
-once, since the kernel keeps a matrix while its index stays the same. A row's sum is accumulated in
-float32 in an order that no other row changes.
+A kernel visits every tile of 128 rows that is not empty, once for each group with rows in it. If it
+fits, a tile's whole inner dimension is one product. Then an expert whose rows lie in two tiles is
+fetched once, since the kernel keeps a matrix while its index stays the same. A row's sum is
+accumulated in float32 in an order that no other row changes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from rlvr_jax.ops.row_blocks import TILE
 from rlvr_jax.types import Array
 
-# The largest tiles of a matrix, [inner, outer] in bfloat16, half as wide in float32, and of sums of
-# outer products, so that two of each fit into 16 MiB with what else the kernels hold.
+# The largest tiles: of a matrix, [inner, outer] in bfloat16, with half the outer size in float32;
+# and of the sums of outer products. Two tiles of each fit into 16 MiB beside the kernels' other
+# data.
 _MATRIX, _SUMS = (2048, 1024), (1024, 768)
 
 
@@ -61,7 +62,7 @@ def multiply(
 def multiply_outer(
   rows: Array, columns: Array, sizes: Array, *, dtype: jnp.dtype, interpret: bool = False
 ) -> Array:
-  """The sum of the outer products of two sets of rows, by group: [E, D, F] in `dtype`.
+  """For each group, the sum of the outer products of two sets of rows: [E, D, F] in `dtype`.
 
   Args:
     rows: [M, D].
@@ -81,6 +82,6 @@ def multiply_outer(
 
 
 def _tile_size(size: int, largest: int) -> int:
-  """The largest multiple of 128 up to `largest` that divides `size`; if none does, the smaller."""
+  """The largest multiple of 128 up to `largest` that divides `size`, else min(size, largest)."""
   divisors = [tile for tile in range(128, largest + 1, 128) if size % tile == 0]
   return max(divisors, default=min(size, largest))

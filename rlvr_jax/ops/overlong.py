@@ -25,7 +25,7 @@ def overlong_penalty(
   Returns:
     f32[P, G], in [0, 1], in units of reward.
   Raises:
-    ValueError: the buffer is out of this range.
+    ValueError: the buffer is below 1 or above the limit.
   Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476),
     soft overlong punishment.
   """

@@ -32,7 +32,7 @@ from rlvr_jax.types import Array
 def paged_sums(
   queries: Array, pages: Pages, lengths: Array, *, cores: int = 1
 ) -> tuple[Array, Array, Array]:
-  """Undivided softmax of every slot's query over the first tokens of its pages.
+  """The sums of an undivided softmax of each slot's query over the first tokens of its pages.
 
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 
@@ -43,14 +43,14 @@ def paged_sums(
     cores: number of cores of the device, which share the slots; if it does not divide the slots,
       one core does all.
   Returns:
-    f32 [K, slots, N/K], the largest score, −∞ without a token; f32 [K, slots, N/K], Σ exp(score −
-    largest); f32 [K, slots, N/K, H], Σ exp(score − largest)·v.
+    The largest scores, f32[K, slots, N/K], −∞ for a slot without tokens; Σ exp(score − largest),
+    f32[K, slots, N/K]; and Σ exp(score − largest)·v, f32[K, slots, N/K, H].
   """
   slots, N, H = queries.shape
   K, blocks, _, block, _ = pages.keys.shape
   page_table = jnp.arange(blocks) * slots + jnp.arange(slots)[:, None]
   first_buffer, is_first = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
-  # Heads that do not fill tiles of 8 rows take one tile each, as in the kernel's wrapper.
+  # If N/K heads do not fill tiles of 8 rows, each head takes its own tile, as in jax's wrapper.
   rows = (slots, N, H) if N // K % 8 == 0 else (slots, N, 1, H)
   flat = lambda x: x.reshape(K, blocks * slots, block, H)
   results = _make_program(rows, pages, cores if slots % cores == 0 else 1)(
@@ -80,7 +80,7 @@ def paged_flops(queries: Sequence[int], pages: Sequence[int]) -> float:
 
 
 def _make_program(rows: tuple[int, ...], pages: Pages, cores: int) -> Callable[..., Any]:
-  """Makes the kernel for queries of shape `rows`: f32 outputs of that shape, peaks, totals."""
+  """Makes the kernel for queries of shape `rows`; it returns f32 outputs, peaks and totals."""
   slots, N, H = rows[0], rows[1], rows[-1]
   K, blocks, _, block, _ = pages.keys.shape
   heads, tile = N // K, [0] * (len(rows) - 2)

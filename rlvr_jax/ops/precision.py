@@ -15,13 +15,13 @@ import jax
 
 EXACT = jax.lax.Precision.HIGHEST  # for products whose rounding would spoil the result
 
-# "highest" does not round, "default" rounds as the platform does. Kernels for TPUs support only
-# these two.
+# "highest" does not round inputs; "default" rounds them as the platform does. Kernels for TPUs
+# support only these two settings.
 PRECISIONS = ("highest", "default")
 
 
 def with_matmul_precision(function: Callable[..., Any], precision: str) -> Callable[..., Any]:
-  """`function` with a precision for all products that do not specify one.
+  """`function`, computed with this precision in all products that do not specify one.
 
   This includes backward passes, loops, and the bodies of Pallas kernels.
 

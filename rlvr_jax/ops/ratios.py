@@ -26,8 +26,8 @@ def log_ratios(logprobs: Array, other_logprobs: Array, mask: Array) -> Array:
   """Log of the token ratio, log π − log β.
 
   Args:
-    logprobs: f32[..., T], nats, of the numerator.
-    other_logprobs: f32[..., T], nats, of the denominator.
+    logprobs: f32[..., T], log π, nats.
+    other_logprobs: f32[..., T], log β, nats.
     mask: [..., T], response tokens.
   Returns:
     f32[..., T], nats; exactly 0 where masked (a ratio of 1), whatever the inputs are there.
@@ -48,7 +48,7 @@ def mean_log_ratios(log_ratios: Array, mask: Array) -> Array:
 
 
 def effective_sample_size(weights: Array, mask: Array) -> EffectiveSampleSize:
-  """The three sums of (Σ w)²/(n·Σ w²) over the kept entries, to be added across micro-batches."""
+  """The sums Σ w, Σ w² and n over the kept entries, which add up across micro-batches."""
   return EffectiveSampleSize(
     total=masked_sum(weights, mask),
     total_squares=masked_sum(jnp.square(masked_fill(weights, mask)), mask),
@@ -130,7 +130,7 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def lag_metrics(batch: TrainBatch) -> Metrics:
-  """staleness/mean and staleness/max: lag of a token in updates, over loss tokens of this run."""
+  """staleness/mean and staleness/max: the lag in updates of loss tokens that this run sampled."""
   lags = jnp.asarray(batch.lags)
   from_this_run = (batch.mask > 0) & (lags >= 0)
   lags = lags.astype(jnp.float32)
@@ -141,9 +141,9 @@ def lag_metrics(batch: TrainBatch) -> Metrics:
 
 
 def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[str]) -> Metrics:
-  """Share of loss tokens, solve rate and distance of the policy, by source.
+  """For each source: its share of loss tokens, its solve rate and the policy's distance from it.
 
-  The solve rate is that of `update_metrics.batch_metrics`.
+  The solve rate is computed as in `update_metrics.batch_metrics`.
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.

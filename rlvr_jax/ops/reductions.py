@@ -55,7 +55,7 @@ def merge(a: Metric, b: Metric) -> Metric:
 
 
 def value(metric: Metric) -> Array:
-  """The value of a record; NaN for a mean, a sample size or an extreme without any data.
+  """The value of a record; NaN for a record without data, except that a Sum is 0.
 
   Mean: total / weight.
   EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if all weights are 0.
@@ -93,7 +93,7 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def empty(metrics: Metrics) -> Metrics:
-  """Records without data, neutral in `merge`, for metrics given as arrays or shapes."""
+  """Records without data, which change nothing in `merge`, like the given arrays or shapes."""
 
   def make_empty(metric: Metric) -> Metric:
     _field_reduction(type(metric))  # raises TypeError unless it is a metric
@@ -103,7 +103,7 @@ def empty(metrics: Metrics) -> Metrics:
 
 
 def without_tokens(metrics: Metrics) -> Metrics:
-  """The records without their marks on tokens, see `types.Mean`."""
+  """The records without the per-token marks of `types.Mean`."""
   return {
     name: dataclasses.replace(metric, tokens=None) if isinstance(metric, Mean) else metric
     for name, metric in metrics.items()

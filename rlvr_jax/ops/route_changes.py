@@ -11,22 +11,22 @@ from rlvr_jax.types import Array, Mean, Metrics
 
 
 class RouteChanges(NamedTuple):
-  """Sums over tokens, prompts included; sums over disjoint tokens add up."""
+  """Counts over tokens, those of prompts included; counts over disjoint tokens can be added."""
 
-  choices: Array  # f32[layers], of the sampler's experts, those that the router does not choose
+  choices: Array  # f32[layers], the sampler's choices that the router now does not choose
   tokens: Array  # f32[], tokens with such a choice in at least one layer
-  num_choices: Array  # f32[], in each layer
-  num_tokens: Array  # f32[]
+  num_choices: Array  # f32[], all choices in a layer
+  num_tokens: Array  # f32[], all tokens
 
 
 def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
-  """Compares routes as sets: the order of a token's experts does not matter.
+  """Compares routes as sets, without regard to the order of a token's experts.
 
   Args:
     recorded: int[..., layers, k], the sampler's routes.
     chosen: i32[..., layers, k], the router's present choice; negative at places without a token.
   """
-  # Experts are distinct, so as many are new as are missing.
+  # A token's experts are distinct, so it has as many new experts as missing ones.
   is_chosen = jnp.any(recorded[..., :, None] == chosen[..., None, :], axis=-1)
   is_token = chosen[..., 0, 0] >= 0
   changed = ~is_chosen & is_token[..., None, None]
@@ -41,7 +41,7 @@ def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
 
 
 def change_metrics(changes: RouteChanges) -> Metrics:
-  """Metrics: the shares of changed choices, and of tokens with a change in any layer."""
+  """Metrics of the fractions of choices that changed, and of tokens with a change in any layer."""
   return {
     "routing/changed": Mean(jnp.mean(changes.choices), changes.num_choices),
     "routing/changed_tokens": Mean(changes.tokens, changes.num_tokens),
@@ -49,7 +49,7 @@ def change_metrics(changes: RouteChanges) -> Metrics:
 
 
 def changes_by_layer(changes: RouteChanges, layers: Sequence[int]) -> dict[str, Array]:
-  """The share of choices that changed, f32[] by name, for each of the layers with these numbers."""
+  """The metric `routing/changed_layer_K`, f32[], of each layer K in `layers`, by name."""
   shares = changes.choices / jnp.maximum(changes.num_choices, 1)
   return {
     f"routing/changed_layer_{layer}": share for layer, share in zip(layers, shares, strict=True)

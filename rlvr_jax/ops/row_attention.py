@@ -1,9 +1,9 @@
 """Grouped-query attention within rows of packed sequences: one function, four implementations.
 
-`reference` uses XLA's operations on any platform: float32 scores, block by block, in long rows only
-for blocks with a visible key. `whole` computes all scores of a row in one product: few kernels, for
-GPUs. `splash` is the flash kernel for TPUs; `cudnn` is the kernel for NVIDIA GPUs, which computes a
-row's full triangle of scores under a mask.
+`reference` uses XLA's operations on any platform. It computes float32 scores block by block, and in
+long rows skips blocks without a visible key. `whole` computes all scores of a row in one product,
+which takes a GPU few kernels. `splash` is the flash kernel for TPUs; `cudnn` is the kernel for
+NVIDIA GPUs, which computes a row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def row_attention(
   kind: str = "reference",
   mesh: Mesh | None = None,
 ) -> Array:
-  """softmax(q·kᵀ·scale) v over the keys of a token's own sequence, up to itself.
+  """softmax(q·kᵀ·scale) v of each token over its own sequence, up to itself.
 
-  On a mesh every device works on its own rows, split over (data, fsdp), and heads, over tensor.
+  On a mesh every device works on its own rows and heads; rows are split over (data, fsdp), heads
+  over tensor.
 
   Args:
     queries: [R, L, N, H].
@@ -112,7 +113,7 @@ def choose_attention(
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.
-    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    platform: the platform of the devices that will run it: "tpu", "gpu" or "cpu".
     row_length: L.
     head_dims: the head widths in the network's layers, each width once.
     dtype, soft_cap: compute dtype and soft cap of the network.
@@ -167,7 +168,7 @@ def row_length(kind: str, least: int) -> int:
 
 
 def longest_row(kind: str) -> float:
-  """The most tokens of a row; ∞ without a limit."""
+  """The largest number of tokens that a row may have; ∞ without a limit."""
   limits = {"splash": LONGEST_ROW, "cudnn": _LONGEST_MASK, "whole": _LONGEST_WHOLE}
   return limits.get(kind, math.inf)
 
@@ -226,7 +227,7 @@ def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
 
 
 def _attend_in_window(attend: Callable, window: int | None, slides: Array) -> Array:
-  """Attends by a kernel with the window or one without it: a kernel has one fixed window."""
+  """Calls one of two kernels, with the window or without it, since a kernel's window is fixed."""
   if window is None:
     return attend(window=None)
   return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
@@ -239,7 +240,7 @@ def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, impl
   visible = _visible_keys(rows, whole, whole, _layer_window(window, slides))
   visible |= jnp.eye(whole.stop, dtype=bool)  # padding attends to itself
   operands = queries, keys, values
-  # Not named for `RESIDUALS`: cuDNN needs more than its output, so saving that would not help.
+  # The output is not saved under `RESIDUALS`, since cuDNN's backward pass needs more than that.
   return jax.nn.dot_product_attention(
     *operands, mask=visible[:, None], is_causal=True, scale=scale, implementation=implementation
   )
@@ -265,7 +266,7 @@ def _whole(queries, keys, values, rows, slides, *, scale, window, soft_cap):
 
 
 def _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_size=_DENSE_BLOCK):
-  """Attends in all rows at once, block by block of queries: keys after a block are not visible."""
+  """Attends in all rows at once, by blocks of queries; keys after a block are not computed."""
   R, L, N, H = queries.shape
   K = keys.shape[2]
   # Queries that share a key head become rows of one matrix: [R, K, L·n, H], n = N/K.
@@ -294,12 +295,12 @@ def _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_
 
 
 def _layer_window(window: int | None, slides: Array) -> Array | None:
-  """The window of a layer; NO_WINDOW if the layer does not slide."""
+  """The window of a layer: `window` if the layer slides, else NO_WINDOW; None if none slides."""
   return None if window is None else jnp.where(slides, window, NO_WINDOW)
 
 
 def _visible_keys(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Array:
-  """Whether keys are visible to some of the queries, bool[R, queries, keys]; not at padding."""
+  """Whether keys are visible to queries, bool[R, queries, keys]; padding sees no key."""
   index = jnp.arange(rows.prompts.shape[1])
   prompts, _, starts, ends = (field[:, queries, None] for field in rows)
   visible = is_visible(index[queries, None], starts, ends, index[keys], window)
@@ -308,7 +309,7 @@ def _visible_keys(rows: Rows, queries: slice, keys: slice, window: Array | None)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend(queries, keys, values, row, window, scale, soft_cap):
-  """Attends in one row, [L, N, H], block by block of keys; the backward pass recomputes them."""
+  """Attends in one row, [L, N, H], by blocks of scores, which the backward pass recomputes."""
   return _attend_forward(queries, keys, values, row, window, scale, soft_cap)[0]
 
 
@@ -383,7 +384,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _scores(q, k, q_tokens, k_tokens, *, dtype, window, scale, soft_cap):
-  """Scores of a block of queries and one of keys, their visibility, and ∂score/∂(q·kᵀ·scale).
+  """Scores of queries and keys of two blocks, the keys' visibility, and ∂score/∂(q·kᵀ·scale).
 
   Queries are [K, n·B, H], keys [K, B, H], results [K, n·B, B].
   """
@@ -404,13 +405,17 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
-  """Indices [blocks, blocks] of key blocks, visible ones first, by query block; their number."""
+  """For each block of queries, the key blocks, visible ones first, and the number of these.
+
+  Returns:
+    Indices of key blocks, i32[blocks, blocks], and numbers, i32[blocks].
+  """
   visible = visible_blocks(row, _BLOCK, _BLOCK, window)
   return jnp.argsort(~visible, axis=1, stable=True), jnp.sum(visible, axis=1)
 
 
 def _split_tokens(row: Rows) -> tuple[Array, ...]:
-  """Prompt, start, prompt's end and index of each token, each [blocks, B]."""
+  """The prompt, start, prompt's end and index of each token, in blocks: [blocks, B] each."""
   index = jnp.arange(row.prompts.shape[0], dtype=row.prompts.dtype)
   fields = (row.prompts, row.starts, row.prompt_ends, index)
   return tuple(x.reshape(-1, _BLOCK) for x in fields)

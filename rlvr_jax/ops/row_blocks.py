@@ -17,10 +17,10 @@ _LONG, _BLOCK_OF_LONG = 2**15, 1024  # in longer rows smaller ones would take to
 def splash_alignment(length: int) -> int:
   """The alignment of prompts' ends and rollouts' starts in rows for the splash kernel, in tokens.
 
-  The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end: in
-  rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a). Hence 8 tokens in rows to
-  4096, which is a TPU's tile of rows; 16 to 8192, 32 to 16,384, 128 to 32,768, 256 to 65,536 and
-  1024 to 131,072.
+  The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end. In
+  rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a) bits. So the alignment is 8
+  tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to 16,384, 128 up
+  to 32,768, 256 up to 65,536 and 1024 up to 131,072.
 
   Args:
     length: the length of the row, tokens, at most `LONGEST_ROW`.
@@ -40,9 +40,9 @@ def round_to_blocks(length: int) -> int:
 
 
 def short_row(length: int) -> int:
-  """The length of a short row, in tokens: only the start of a mostly empty row is computed.
+  """The length in tokens to which a mostly empty row is cut before it is computed.
 
-  It is a third of the row, in whole blocks of the splash kernel if the row has three or more.
+  It is a third of the row, rounded down to whole blocks of the splash kernel if a third has any.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -55,7 +55,7 @@ def is_visible(
 
   Args:
     query, key: i32, indices in the row.
-    starts, prompt_ends: i32, of the query, as in `Rows`.
+    starts, prompt_ends: i32, the query's fields in `Rows`.
     window: tokens of its own sequence that a query attends to, itself included; None: all.
   Returns:
     bool; the caller must check that the key has the query's prompt and is not padding.
@@ -69,13 +69,13 @@ def is_visible(
 
 
 def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
-  """The start of each token's sequence, and for rollouts the number of prompt tokens before it.
+  """The start of each token's sequence, and the length of its prompt if it is in a rollout.
 
   Args:
     rows: arrays [..., L].
-    index: i32[L], of the tokens in their row.
+    index: i32[L], indices of the tokens in their row.
   Returns:
-    Indices in the row, and numbers, 0 for a prompt's tokens; i32[..., L] each.
+    Starts, as indices in the row, and lengths, 0 for a prompt's tokens; i32[..., L] each.
   """
   in_prompt = index < rows.prompt_ends
   before = rows.positions - (index - rows.starts)
@@ -86,7 +86,7 @@ def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
 def visible_blocks(
   rows: Rows, query_block: int, key_block: int, window: Array | int | None
 ) -> Array:
-  """Whether a block of keys has a key that is visible to a query of a block of queries.
+  """For each block of queries and each block of keys, whether some query sees some key.
 
   Args:
     rows: arrays [..., L].
@@ -97,7 +97,7 @@ def visible_blocks(
   """
   L = rows.prompts.shape[-1]
   index = jnp.arange(L)
-  # Two intervals are visible to a query: in its prompt, and in its own rollout up to itself.
+  # A query sees two intervals of keys: in its prompt, and in its own rollout up to itself.
   prompt_length = rows.positions - (index - rows.starts)  # tokens
   oldest = 0 if window is None else jnp.maximum(rows.positions - window + 1, 0)  # position
   prompt_first = rows.prompt_ends - prompt_length + oldest

@@ -1,4 +1,4 @@
-"""Spectral statistics of a Gram matrix of per-rollout gradients, and projections.
+"""Spectral statistics of a Gram matrix of per-rollout gradients, and projections on subspaces.
 
 A Gram matrix here is K = (g_i · g_j)/B of the B rollouts of a batch: symmetric, positive
 semidefinite. Its eigenvectors are directions in the space of rollouts. Scaling all gradients by the
@@ -23,7 +23,7 @@ NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
 class Spectrum(NamedTuple):
   eigenvalues: Array  # f32[B], descending
   vectors: Array  # f32[B, B], columns, in the same order
-  usable: Array  # bool[], False if the Gram was zero or not finite: the spectrum is that of I
+  usable: Array  # bool[], False if the Gram was zero or not finite, and replaced by the identity
 
 
 def is_usable(gram: Array) -> Array:
@@ -45,7 +45,7 @@ def normalized_gram(gram: Array) -> Array:
 
 
 def spectrum(gram: Array) -> Spectrum:
-  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; of the identity if it is unusable."""
+  """The spectrum of a Gram matrix f32[B, B]; the identity's spectrum if the matrix is unusable."""
   usable = is_usable(gram)
   eigenvalues, vectors = jnp.linalg.eigh(normalized_gram(gram))
   mean_diagonal = jnp.where(usable, jnp.trace(upcast(gram)) / gram.shape[0], 1.0)
@@ -69,11 +69,11 @@ def participation_ratio(gram: Array) -> Array:
 
 
 def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
-  """(‖Σ A_i g_i‖², Σ A_i² ‖g_i‖²), in units of max A² · mean K_ii; zeros for an unusable Gram."""
+  """‖Σ A_i g_i‖² and Σ A_i² ‖g_i‖², in units of max A² · mean K_ii; zeros for an unusable Gram."""
   chex.assert_rank([coefficients, gram], [1, 2])
   chex.assert_equal_shape_prefix([coefficients, gram], 1)
   coefficients, scaled = upcast(coefficients), normalized_gram(gram)
-  # The squares of A itself may exceed float32's range.
+  # Without this scaling, A² might exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients))
   unit = coefficients / jnp.where(largest > 0, largest, 1.0)
   along = jnp.matmul(scaled, unit, precision=EXACT)
@@ -120,13 +120,13 @@ def subspace_rank(
     ratio: f32[], the participation ratio.
     count: f32[], n, the number of valid rollouts; other rollouts have the gradient 0.
   Returns:
-    i32[], data-dependent; at least 1 and at most n − 1 for n ≥ 2.
+    i32[], data-dependent; at least 1, and at most n − 1 if n ≥ 2.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
   ceiling = jnp.maximum(jnp.minimum(positive, jnp.minimum(maximum, count - 1)), 1)
-  # Bounded as a float: with a large scale it may exceed the range of i32.
+  # Bounded before the conversion, since a large scale may exceed the range of i32.
   rank = jnp.maximum(jnp.round(scale * ratio), minimum)
   return jnp.minimum(rank, ceiling).astype(jnp.int32)
 
@@ -145,10 +145,10 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
 
 
 def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
-  """A random orthonormal basis, columns of f32[B, B].
+  """A random orthonormal basis, the columns of f32[B, B].
 
-  For n valid rollouts bool[B], the first n columns are 0 at other rollouts, and uniform among all
-  such bases up to sign.
+  The first n columns, for n valid rollouts bool[B], are 0 at the other rollouts. Up to signs, they
+  are uniformly distributed among such bases.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]

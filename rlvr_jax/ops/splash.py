@@ -30,12 +30,12 @@ from rlvr_jax.ops.row_blocks import (
 )
 from rlvr_jax.types import Array, Rows
 
-# The most queries and keys per block. Small blocks skip more if rollouts are short; large blocks
-# are fetched less often, and in the backward pass large blocks of keys write fewer partial
-# gradients of the queries: one for each block in the row, so that their bytes grow with the row's
-# square. Blocks divide the row, so that some lengths get smaller ones.
+# The most queries and keys per block. With small blocks, more of them are skipped if rollouts are
+# short. Large blocks are fetched less often. In the backward pass each block of keys writes a
+# partial gradient of all queries, so that the bytes grow with the square of the row's length, and
+# large blocks of keys write less. Blocks divide the row, so some lengths get smaller blocks.
 _FORWARD = 512, 512
-_BACKWARD = {8192: (512, 512), 32_768: (512, 768), LONGEST_ROW: (512, 2048)}  # by the longest row
+_BACKWARD = {8192: (512, 512), 32_768: (512, 768), LONGEST_ROW: (512, 2048)}  # for rows up to …
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Mask:
   """The mask that the kernel computes; hashed by its fields, so that equal ones compile once."""
 
   window: int | None
-  length: int  # of the row
+  length: int  # the row's length in tokens
 
   def __call__(self, q_sequence: Array, key: Array) -> Array:
     index_bits, multiple_bits, alignment = _bits(self.length)
@@ -54,7 +54,7 @@ class _Mask:
 
 
 def _bits(length: int) -> tuple[int, int, int]:
-  """Bits of an index in a row, bits of a multiple of the row's alignment, and the alignment."""
+  """The bits of an index in the row, the bits of index / alignment, and the alignment."""
   alignment = splash_alignment(length)
   return (length - 1).bit_length(), ((length - 1) // alignment).bit_length(), alignment
 
@@ -80,7 +80,7 @@ def splash_attention(
     residual_name: `checkpoint_name` of the output and of the softmax's normalizers.
     interpret: whether to emulate the kernel without a TPU; slow, for tests.
   Returns:
-    [N, L, H]; at padding, a mean of padding.
+    [N, L, H]; at padding, a mean of the values at padding.
   """
   forward, backward = _plan_forward(row, window), _plan_backward(row, window)
   q_sequence = _q_sequence(row)
@@ -109,7 +109,7 @@ def splash_attention(
 
 
 def _q_sequence(row: Rows) -> Array:
-  """i32[L]; padding attends to padding near it, since no row of a softmax may be empty."""
+  """The kernel's `q_sequence`, i32[L]; padding attends to itself, so that no softmax is empty."""
   length = row.prompts.shape[0]
   index_bits, multiple_bits, alignment = _bits(length)
   index = jnp.arange(length, dtype=jnp.int32)
@@ -120,12 +120,12 @@ def _q_sequence(row: Rows) -> Array:
 
 
 class _Plan(NamedTuple):
-  """Work of a kernel for each pair of a block of queries and a block of keys."""
+  """What a kernel does at each pair of a block of queries and a block of keys."""
 
   q: int  # tokens per block of queries
   kv: int  # tokens per block of keys
   runs: Array  # bool[L/q, L/kv], whether the pair is computed
-  fetched: Array  # i32[L/q, L/kv], block in memory: of keys (forward) or of queries (backward)
+  fetched: Array  # i32[L/q, L/kv], the block of keys (forward) or queries (backward) in memory
 
   def mask_info(self, q_sequence: Array) -> MaskInfo:
     return MaskInfo(
@@ -138,7 +138,7 @@ class _Plan(NamedTuple):
 
 
 def _plan_forward(row: Rows, window: int | None) -> _Plan:
-  """Plans steps by blocks of keys; a skipped step prefetches for the next one that runs."""
+  """The plan of the forward pass; a skipped step prefetches the keys of the next step that runs."""
   q, kv, runs = _block_pairs(row, window, *_FORWARD)
   step = jnp.arange(runs.size, dtype=jnp.int32)
   following = jax.lax.cummin(jnp.where(runs.ravel(), step, runs.size - 1), reverse=True)
@@ -146,7 +146,7 @@ def _plan_forward(row: Rows, window: int | None) -> _Plan:
 
 
 def _plan_backward(row: Rows, window: int | None) -> _Plan:
-  """Plans steps by blocks of queries; steps after the last one that runs keep its blocks."""
+  """The plan of the backward pass; steps after the last step that runs keep its block."""
   sizes = next(sizes for longest, sizes in _BACKWARD.items() if row.prompts.shape[0] <= longest)
   q, kv, runs = _block_pairs(row, window, *sizes)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
@@ -155,7 +155,7 @@ def _plan_backward(row: Rows, window: int | None) -> _Plan:
 
 
 def _block_pairs(row: Rows, window: int | None, max_q: int, max_kv: int) -> tuple[int, int, Array]:
-  """Sizes of blocks, and pairs with a visible key or on the diagonal, for padding itself."""
+  """The sizes of blocks, and the pairs to compute: with a visible key, or on the diagonal."""
   L = row.prompts.shape[0]
   q, kv = _block_size(L, max_q), _block_size(L, max_kv)
   first_query, first_key = jnp.arange(0, L, q)[:, None], jnp.arange(0, L, kv)
@@ -187,11 +187,11 @@ def splash_cost(
   window: int | None = None,
   item_bytes: int = 2,
 ) -> SplashCost:
-  """Counts the FLOPs and bytes of the kernels for these rows, from the steps of their grids.
+  """The FLOPs and bytes of the kernels for these rows, counted over the steps of their grids.
 
   A block is fetched if its index differs from the previous step's, and written once per visit.
-  Conversions around the kernels count if they are as large as an operand: the layout of the
-  normalizers, and the sum of the partial gradients of the queries.
+  Two operations around the kernels count, since they move as much as an operand: the conversion of
+    the normalizers' layout, and the sum of the partial gradients of the queries.
 
   Args:
     rows: arrays i32[R, L].
@@ -230,6 +230,6 @@ _PLANS = _plan_forward, _plan_backward
 
 
 def _changes(*indices: np.ndarray) -> int:
-  """Number of steps whose block differs from the previous step's, including the first step."""
+  """The number of steps that fetch: the first step, and steps with another block than before."""
   steps = np.stack([x.ravel() for x in np.broadcast_arrays(*indices)])
   return 1 + int(np.any(np.diff(steps, axis=1) != 0, axis=0).sum())

@@ -39,7 +39,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
 
 
 def _row_metrics(packed: Packed) -> Metrics:
-  """Number of micro-batches of a batch, and the share of their places that is not padding."""
+  """The number of micro-batches of a batch, and the fraction of their places with a token."""
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
   filled_places = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
   places = count * math.prod(packed.tokens.shape[1:])
@@ -59,10 +59,10 @@ def policy_metrics(
   coefficients: Array,
   sources: tuple[str, ...],
 ) -> Metrics:
-  """Distance of the policy from the behavior policy in one micro-batch, and the entropy.
+  """The policy's distance from the behavior policy in one micro-batch, and its entropy.
 
   Args:
-    logprobs, entropy: f32[P, G, T], of the policy.
+    logprobs, entropy: f32[P, G, T], the policy's log-probabilities and entropies.
     coefficients: f32[P, G] or f32[P, G, T], as given to the loss.
     sources: names of the policies that sampled the rollouts; several are reported separately.
   """

@@ -1,8 +1,9 @@
 """Negative-advantage veto: exclude tokens that the current policy would no longer sample.
 
-A stage-based run trains on responses of an old policy. In a rollout with advantage A < 0, a token
-whose ratio ρ = π/β shows that the current policy has left the prefix is a *trigger*: pushing down
-the tokens after it is meaningless. Source: μ-GRPO (arXiv:2605.17570).
+A stage-based run trains on responses of an old policy. In a rollout with advantage A < 0, a
+*trigger* is a token whose ratio ρ = π/β shows that the current policy would not sample this prefix
+any more. Lowering the probabilities of the tokens after it is meaningless. Source: μ-GRPO
+(arXiv:2605.17570).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Veto = Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]]
 def trigger_tokens(
   ratios: Array, mask: Array, coefficients: Array, *, threshold: float, trigger: str
 ) -> Array:
-  """m·1[A < 0]·1[ρ < κ], or 1[ρ > κ] for `above`.
+  """Whether a token is a trigger: m·1[A < 0]·1[ρ < κ], or with 1[ρ > κ] for `above`.
 
   Args:
     ratios: f32[P, G, T], ρ = π/β at the current parameters.

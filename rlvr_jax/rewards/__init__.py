@@ -1,4 +1,4 @@
-"""Grading on the host: from text to outcomes. Nothing here imports jax, nor do the workers."""
+"""Grading on the host: from text to outcomes. Neither this folder nor the workers import jax."""
 
 from rlvr_jax.rewards.grading import GraderPool as GraderPool
 from rlvr_jax.rewards.grading import GraderStartError as GraderStartError

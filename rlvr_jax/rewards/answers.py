@@ -69,7 +69,7 @@ _SAME_WORDS = {
 }  # fmt: skip
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _WORDS = re.compile(r"(?i:yes|no)\Z|(?=.*[A-Za-z]{4}|.*[A-Za-z]{2,} [A-Za-z]{2,})")
-# Words behind an answer that do not change it: "for all x", "where n is an integer", "only".
+# Words after an answer that do not change it: "for all x", "where n is an integer", "only".
 _QUALIFIER = re.compile(
   r"(.*?[^\s,]),?\s?(?:\(\s?)?(?:(?:\\forall(?![A-Za-z])|(?:\\text\s?\{\s?,?\s?|\b)"
   r"(?:for (?:all|any|every|each)|where)\b)(?!.*\b(?:not|except|unless|but|only|wrong)\b).*"
@@ -176,7 +176,8 @@ class Answer(NamedTuple):
     elif self.unit == "%":
       text += r"\%"
     elif self.unit:
-      # A power stands behind \text{}, and "/" after a word, or it would be read as a formula.
+      # Powers after \text{}, and "/" after a word, are marked, since they would be read as
+      # formulas.
       unit, caret, power = re.sub("^/", "per", self.unit).partition("^")
       text += rf"\text{{ {unit}}}{caret}{power}"
     text = f"{self.name}={text}" if self.name else text
@@ -299,9 +300,9 @@ def _parse_structure(text: str) -> Answer:
 
 
 def _split_list(text: str) -> tuple[str, str, list[str]]:
-  """Splits a list into (brackets, "and" or "or" or "", elements), each ± into two elements.
+  """Splits a list into its brackets, "and" or "or" or "", and its elements; ± gives two elements.
 
-  Brackets around a single element are removed, except for [ ].
+  Brackets around a single element are removed, except square brackets.
   """
   if r"\begin" in text:
     return "", "", [text]
@@ -319,7 +320,7 @@ def _split_list(text: str) -> tuple[str, str, list[str]]:
 
 
 def _expand_signs(text: str) -> list[str]:
-  r"""Expands "1 \pm x" into "1 +x", "1 -x": each sign on its own, unless there is a \mp."""
+  r"""Expands "1 \pm x" into "1 +x" and "1 -x"; signs vary independently unless there is a \mp."""
   signs = _PLUS_MINUS.findall(text)
   if not signs or len(signs) > _MAX_SIGNS:
     return [text]
@@ -333,7 +334,7 @@ def _expand_signs(text: str) -> list[str]:
 
 
 def _split_brackets(text: str) -> tuple[str, str, str]:
-  """Splits a text into (opening bracket, inside, closing bracket).
+  """Splits a text into its opening bracket, its content and its closing bracket.
 
   The brackets are "" if no pair encloses the full text.
   """
@@ -353,12 +354,13 @@ def _split_brackets(text: str) -> tuple[str, str, str]:
 
 
 def _split_at_separators(text: str) -> tuple[list[str], set[str]]:
-  """Splits at the commas, semicolons, "and" and "or" outside all brackets.
+  """Splits a text at the commas, semicolons, "and" and "or" outside all brackets.
 
-  Where a semicolon or an "or" separates lists of names, "x=1, y=2 or x=3, y=4", only there.
+  If a semicolon or an "or" separates lists of named values, as in "x=1, y=2 or x=3, y=4", the text
+  is split only there.
 
   Returns:
-    (the elements, [text] if one is empty; the separators).
+    The elements, or [text] if one is empty; and the separators.
   """
   found = list(_find_separators(text))
   higher = [token for token in found if token[0] in (";", OR)]
@@ -395,7 +397,7 @@ def normalize_figure(command: str, points: str) -> str:
 
 
 def _compact(text: str) -> str:
-  r"""Removes signs of money, degrees outside functions, and needless spaces and plus signs.
+  r"""Removes currency signs, degrees outside functions, and needless spaces and plus signs.
 
   Spaces stay after a command ("\pi r") and between digits.
   """

@@ -6,9 +6,9 @@ A grader is a plain function, run in worker processes:
 
 It is called with the completion's text and the problem's JSON-serializable reference, by position,
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
-some chat templates, the text begins with that tag. A number (or bool) returned instead of a Grade
-is the score: correct at 1 or more, wrong below. The score of a wrong answer counts only if
-`config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
+some chat templates, the text begins with that tag. The grader may return a number (or bool)
+instead of a Grade: the score, which is correct at 1 or more. The score of a wrong answer counts
+only if `config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
 other return value crashes that item. Coroutines, generators and functions that cannot take two
 arguments are refused at start-up.
 
@@ -96,8 +96,8 @@ def load_grader(text: str) -> Grader:
   """Loads the grader that a string names and runs its self-test; exceptions of the test propagate.
 
   Raises:
-    ValueError: `parse_grader` raises it; or the module or function does not exist, or is not a
-      plain function of (completion, reference) and the given hyper-parameters.
+    ValueError: `parse_grader` refuses the string, the module or function does not exist, or it is
+      not a plain function of (completion, reference) and the given hyper-parameters.
   """
   spec = parse_grader("grader", text)
   function = _find_function(f"grader = {text!r}", spec)
@@ -168,7 +168,7 @@ def convert_to_grade(value: Any) -> Grade:
 
 
 def _check_score(value: Any) -> float:
-  """A score as a float; ValueError if it is not a number within ±1e30."""
+  """The score as a float; raises ValueError if it is not a number within ±1e30."""
   try:
     score = float(value)
   except (TypeError, ValueError, OverflowError):
@@ -182,14 +182,15 @@ def _check_score(value: Any) -> float:
 
 # --- completions that are right -------------------------------------------------------------------
 
-# How a completion writes the reference's answer.
+# Grader → how a completion has to write the reference's answer.
 _RIGHT = {"gsm8k": "#### {}", "mathematics": "\\boxed{{{}}}", "reasoning_gym": "#### {}"}
 
 
 def right_completion(grader: str, reference: Mapping[str, Any]) -> str | None:
   """A completion with the reference's answer, which the grader must grade as correct.
 
-  None if the reference has no answer, or if the grader does not read one or is a user's own.
+  None if the reference has no answer, if the grader does not read one, or if the grader is a user's
+  own.
   """
   name = specs.parse("grader", grader).name
   if name in ("by_reference", "weighted"):
@@ -211,7 +212,7 @@ def right_completion(grader: str, reference: Mapping[str, Any]) -> str | None:
 
 @functools.cache
 def _load_part(text: str) -> tuple[str, Grader]:
-  """Loads a grader once; returns (name of its function, for `Grade.detail`; the grader)."""
+  """The name of a grader's function, for `Grade.detail`, and the grader, which is loaded once."""
   return specs.parse("grader", text).name.rpartition(":")[2], load_grader(text)
 
 

@@ -21,11 +21,10 @@ def extract_program(completion: str) -> str:
   """Extracts the program from a completion, after any "</think>".
 
   Returns:
-    The last fenced block whose info string is Python. Otherwise, among the blocks without an info
-    string, the last block that parses as Python, or else the last block. If there is no such block,
-    the content of the last "<answer>" that begins a line, or else all text. Also all text, if it
-    parses as Python with fences only in its strings. "" if a "<think>" that begins the completion
-    is never closed; programs may have these tags in their strings.
+    The whole text, if it parses as Python. Else the last fenced block whose info string names
+    Python. Else, of the blocks without an info string, the last one that parses as Python, or the
+    last one. Else the content of the last "<answer>" that begins a line, or the whole text. "" if a
+    "<think>" that begins the completion is never closed; programs may have these tags in strings.
   """
   _, closing, answer = completion.rpartition(THINK_CLOSE)
   if not closing and answer.lstrip().startswith(THINK_OPEN):
@@ -88,7 +87,7 @@ def _grade_verdict(verdict: Mapping[str, Any], reward: str) -> Grade:
 
 
 def _grade_wrong(failure: str, score: float = 0.0) -> Grade:
-  """The grade of a program whose failure its policy may read."""
+  """The grade of a wrong program, with its failure as feedback for the policy."""
   return Grade(Outcome.WRONG, score, failure, feedback=failure)
 
 
@@ -96,7 +95,7 @@ _sandboxes = Sandboxes()
 
 
 def _judge_program(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
-  """The verdict of one of this process's sandboxes; other items are graded meanwhile."""
+  """The verdict of one of this process's sandboxes; the process grades other items meanwhile."""
   with waiting(_MAX_WAIT_S), _sandboxes.take() as (sandbox, leave_core):
     return tasks.judge(sandbox, source, tests, on_asleep=leave_core)
 

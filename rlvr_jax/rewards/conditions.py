@@ -57,7 +57,7 @@ class Region(NamedTuple):
 
 
 def parse_relations(text: str) -> list[Relation] | None:
-  """Parses "a < b", or a chain of relations "a < b < c"; None if a side is no formula."""
+  """Parses "a < b", or a chain of relations such as "a < b < c"; None if a side is no formula."""
   sides = _SIGN.split(text)
   if len(sides) < 3:
     return None
@@ -95,7 +95,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 
 def _find_region(answer: Answer) -> Region | None:
-  """The set of real numbers that an answer describes; None if it is none, or is not solved."""
+  """The set of real numbers that an answer describes; None if there is none or it is not solved."""
   if answer.words or answer.unit or answer.choice:
     return None
   if answer.items:
@@ -152,7 +152,7 @@ def regions_match(gold: Answer, answer: Answer) -> bool | None:
 
 
 def _members(region: Region, ends: tuple[Fraction, ...]) -> list[bool]:
-  """Which numbers of a region's are among those at, between and beyond some ends, in order."""
+  """Whether a region contains the numbers at, between and beyond the given ends, in order."""
   probes: list[Fraction] = []
   for end in sorted(ends):
     if not probes:
@@ -163,7 +163,7 @@ def _members(region: Region, ends: tuple[Fraction, ...]) -> list[bool]:
 
 
 def _interval(low: Fraction | None, high: Fraction | None, brackets: str) -> Region:
-  """An interval; None is infinity."""
+  """The interval from `low` to `high`, of which None means infinity."""
 
   def contains(x: Fraction) -> bool:
     for end, is_inside in ((low, low is None or x > low), (high, high is None or x < high)):
@@ -181,7 +181,7 @@ def _complement(region: Region) -> Region:
 
 
 def _combine(regions: list[Region | None], join: Callable[[Iterable[bool]], bool]) -> Region | None:
-  """The union (any) or the intersection (all); None if a region is, or if variables differ."""
+  """The union (any) or intersection (all) of regions; None if one is None or variables differ."""
   found = [region for region in regions if region is not None]
   names = {region.variable.lower() for region in found} - {""}
   if len(found) < len(regions) or len(names) > 1:
@@ -191,7 +191,7 @@ def _combine(regions: list[Region | None], join: Callable[[Iterable[bool]], bool
 
 
 def _solve(relation: Relation) -> Region | None:
-  """Solves an inequality of a polynomial in one variable; None for others."""
+  """The solutions of a polynomial inequality in one variable; None for any other relation."""
   names = names_in(relation.difference)
   if len(names) != 1 or relation.sign == "=":  # an equation is not solved
     return None
@@ -235,9 +235,9 @@ def _is_polynomial(node: Node) -> bool:
 def _real_roots(function: Callable[[Fraction], Fraction]) -> list[Fraction]:
   """The real roots of a polynomial of degree 1 to _MAX_DEGREE; [] if it has none.
 
-  Also [] if a root occurs twice: then it is found too roughly to tell < from ≤.
+  [] also if there is a double root, which is found too inexactly to distinguish < from ≤.
   """
-  # Newton's interpolation at 0, 1, 2 …; then the coefficients, the constant one first.
+  # Newton's interpolation at 0, 1, 2 …; then the coefficients, the constant term first.
   table = [function(Fraction(x)) for x in range(_MAX_DEGREE + 2)]
   newton = []
   for order in range(len(table)):

@@ -20,7 +20,8 @@ _BOX_TOKEN = re.compile(
   re.DOTALL,
 )
 _CUT_OFF = re.compile(r"\\(?:boxed|fbox)\s*\Z")
-# Formatting between boxes, and what is left of it where boxes are one answer.
+# `_FORMATTING` is removed from the text between two boxes; if `_JOINT` is left, they are one
+# answer.
 _FORMATTING = re.compile(
   r"\\(?:text\w*|mathrm|mathbf|mbox|hbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}]|(?<!\\)&"
 )
@@ -79,7 +80,7 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
   r"""Finds the outermost boxes: \boxed{…}, \fbox{…} and \boxed 5.
 
   Returns:
-    (the boxes in order, the positions where unclosed boxes begin).
+    The boxes in order, and the positions where unclosed boxes begin.
   """
   closed: list[tuple[int, int, int, int]] = []  # start and end of each box, then of its content
   stack: list[tuple[int, int | None]] = []  # per open brace: start; start of a box's content
@@ -101,10 +102,10 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
 
 
 def find_stated_answer(text: str) -> str | None:
-  r"""Finds the last \boxed{…}, or else the line after the last "####"; None without either.
+  r"""Finds the last \boxed{…}, or else the line after the last "####"; None if there is neither.
 
-  Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, a list. If
-  the last box is never closed, the answer is empty, since this box may have revoked earlier boxes.
+  Boxes are one answer, a list, if only formatting, a comma, "and" or "or" is between them. If the
+  last box is never closed, the answer is empty, since this box may have revoked earlier boxes.
   """
   boxes, unclosed = find_boxes(text)
   last_end = boxes[-1].end if boxes else 0
@@ -135,10 +136,11 @@ def _has_words(text: str) -> bool:
 def _find_last_expression(text: str) -> str | None:
   """Finds the number, or the formula in $…$, \\(…\\) or \\[…\\], that ends last.
 
-  Words before it that make it a bound ("at most") are included.
+  Words before the expression that make it a bound, such as "at most", are included.
 
   Returns:
-    The expression; None if the text says that it is not the answer, or if it is one end of a range.
+    The expression; None if the text says that this is not the answer, or if it is an end of a
+    range.
   """
   spans = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
   end, start = max(spans, default=(0, 0))
@@ -169,7 +171,7 @@ def _extract_from_phrase(phrase: str) -> str | None:
 
 
 def _extract_from_prose(text: str) -> str | None:
-  """Extracts the answer from running text: what follows "the answer is", or the last expression."""
+  """Extracts the answer from prose: the text after "the answer is", or else the last expression."""
   text = re.sub("[−–]", "-", text[-_PROSE:]).strip()
   announcements = list(_ANSWER_IS.finditer(text))
   if announcements:

@@ -1,6 +1,6 @@
 """Graders of a completion's format: correct (score 1) if it matches the format, else wrong (0).
 
-These graders do not check the answer; `by_name.weighted` combines them with a grader that does.
+These graders do not check the answer; `by_name.weighted` combines them with a grader of answers.
 """
 
 from __future__ import annotations

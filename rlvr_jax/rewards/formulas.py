@@ -32,7 +32,7 @@ _TOKEN = re.compile(
   r"|(?P<symbol>\\[A-Za-z]+|\\.|log(?![a-z])|.))",
   re.DOTALL,
 )
-# Evaluating these takes up to minutes, and may be the question itself.
+# Evaluating one of these takes up to minutes, and may be what the problem asks for.
 _UNEVALUATED = re.compile(
   r"\\(?:sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])"
   r"|\\frac\{(?:d|\\partial)(?![-+]|[A-Za-z]\})[^{}]*\}\{(?:d|\\partial) ?[A-Za-z]"
@@ -102,7 +102,7 @@ def parse_formula(text: str) -> Node | None:
 
 
 class _Reader:
-  """Reads tokens from left to right; `_depth` and `_bars` count what is open."""
+  """Parses tokens from left to right; `_depth` and `_bars` count open groups and open bars |."""
 
   def __init__(self, text: str):
     self._tokens = list(_TOKEN.finditer(text.strip()))[::-1]  # the next one is last
@@ -114,7 +114,7 @@ class _Reader:
     return (self._tokens[-1]["symbol"] or "") if self._tokens else ""
 
   def _take(self, *symbols: str) -> str:
-    """Takes the next symbol if it is one of these; returns it, else ""."""
+    """Takes and returns the next symbol if it is one of `symbols`; else returns ""."""
     symbol = self._peek()
     if not symbol or symbol not in symbols:
       return ""
@@ -122,15 +122,15 @@ class _Reader:
     return symbol
 
   def expect(self, symbol: str) -> None:
-    """Takes a symbol, "" for the end; raises if there is another token."""
+    """Takes `symbol`, or the end for ""; raises _SyntaxError if there is another token."""
     if self._take(symbol) != symbol or (not symbol and self._tokens):
       raise _SyntaxError(f"{symbol!r} is missing")
 
   def read(self, level: int = 0) -> Node:
     """Reads a formula up to an operator that binds no tighter than `level`.
 
-    Operators are + and - (1), signs of products and quotients (2), none as in 2x or 2(x+1) (3), and
-    what follows a factor, such as "^" (4).
+    Level 1 has + and -, level 2 the signs of products and quotients, level 3 products without a
+    sign, as in 2x or 2(x+1), and level 4 operators after a factor, such as "^".
     """
     if self._take("+"):
       return self.read(level)
@@ -219,7 +219,7 @@ class _Reader:
     return Node("constant" if name in ("e", "i", r"\pi", r"\infty") else "name", (name,))
 
   def _read_function(self, name: str, base: Node) -> Node:
-    r"""Reads what follows \sin or \log: exponent, base, and argument."""
+    r"""Reads the exponent, the base and the argument after \sin or \log."""
     exponent = None
     while sign := self._take("^", "_"):
       if sign == "^":
@@ -258,7 +258,7 @@ def _apply_sign(node: Node, sign: str) -> Node:
 
 
 def _power(base: Node, exponent: Node) -> Node:
-  """A power; one to a fraction with an odd denominator is that of a root, also below zero."""
+  """The power; if the exponent is a fraction with odd denominator, the power of a real root."""
   if exponent.kind == "/" and all(map(_is_integer, exponent.args)):
     top, bottom = exponent.args
     if bottom.args[0] % 2:
@@ -319,7 +319,7 @@ def _is_literal(node: Node) -> bool:
 
 
 def _is_ratio(node: Node) -> bool:
-  """Whether a node is a number or a fraction of numbers, with a sign or without."""
+  """Whether a node is a number or a fraction of numbers, possibly with a sign."""
   inside = node.args[0] if node.kind == "-" else node
   return _is_literal(inside) or (inside.kind == "/" and all(map(_is_literal, inside.args)))
 
@@ -350,7 +350,7 @@ def _has_i(node: Node) -> bool:
 
 
 def _change(node: Node, change: Callable[[Node], Node]) -> Node:
-  """Changes a formula's nodes that have no other nodes."""
+  """The formula with each of its leaves replaced by `change(leaf)`."""
   if not any(isinstance(part, Node) for part in node.args):
     return change(node)
   parts = (_change(part, change) if isinstance(part, Node) else part for part in node.args)
@@ -362,7 +362,7 @@ def _lower(node: Node) -> Node:
 
 
 def _as_factors(node: Node, names: frozenset[str]) -> Node:
-  """Reads functions of these names as factors: h(a+b)^2 is h times (a+b)^2."""
+  """Turns calls of functions with these names into products: h(a+b)^2 is h times (a+b)^2."""
   parts = [_as_factors(part, names) if isinstance(part, Node) else part for part in node.args]
   inside = node.args[0] if node.kind in ("^", "factorial") else node
   if inside.kind != "opaque" or inside.args[0] not in names:
@@ -375,7 +375,7 @@ def _as_factors(node: Node, names: frozenset[str]) -> Node:
 
 @functools.cache
 def load_mpmath() -> Any:
-  """The context of mpmath."""
+  """Imports mpmath's context `mp`, with Python's integers; raises ImportError if it is missing."""
   # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
   os.environ.setdefault("MPMATH_NOGMPY", "1")
   try:
@@ -388,7 +388,7 @@ def load_mpmath() -> Any:
 
 
 class _Evaluator:
-  """Evaluates formulas at one point; notes the magnitude of their numbers, in bits."""
+  """Evaluates formulas at one point; `magnitude` is that of their largest number, in bits."""
 
   def __init__(self, values: Mapping[str, Fraction], *, is_real: bool):
     self._mp = load_mpmath()
@@ -397,7 +397,7 @@ class _Evaluator:
     self.magnitude = 0
 
   def evaluate(self, node: Node) -> Any:
-    """The value, mpf or mpc; raises UndefinedError."""
+    """The value, mpf or mpc; raises UndefinedError if there is none."""
     mp = self._mp
     if node.kind in ("number", "name"):
       value = node.args[0] if node.kind == "number" else self._values[node.args[0]]
@@ -483,7 +483,7 @@ class _Evaluator:
 def _evaluate_all(
   nodes: tuple[Node, ...], values: Mapping[str, Fraction], is_real: bool
 ) -> tuple[list[Any], int]:
-  """The values of formulas at a point, None where there is none; and the bits of precision."""
+  """The values of formulas at a point, None where undefined; and the precision used, in bits."""
   precision = _PRECISION
   while True:
     results: list[Any] = []
@@ -531,7 +531,7 @@ def is_constant(text: str) -> bool:
 
 
 def _points(names: frozenset[str], sign: str) -> Iterator[dict[str, Fraction]]:
-  """Points at which formulas are compared: "any", "positive", or "integer" (from 1)."""
+  """Points at which formulas are compared; `sign`: "any", "positive" or "integer" (positive)."""
   for index in range(_POINTS):
     point = {}
     for name in sorted(names):
@@ -545,11 +545,12 @@ def _points(names: frozenset[str], sign: str) -> Iterator[dict[str, Fraction]]:
 
 
 def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], bool]) -> bool:
-  """Whether the values of two formulas, and the bits of their precision, agree at all points.
+  """Whether `agree(gold value, answer value, bits of precision)` holds at all points.
 
-  Variables are real, R is r unless a formula has both, and h(a) is ha if h occurs bare too. Points
-  are those of the gold formula's domain, positive only if each formula has no value at some others,
-  as roots and logarithms have none; or integers, as in (-1)^n.
+  Variables are real. R means r unless a formula has both, and h(a) means h·a if h also occurs
+  alone. Points of any sign are tried first. If the gold formula has no value at some of these
+  points, as roots and logarithms, positive points are tried, and then positive integers, as for
+  (-1)^n.
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):
@@ -593,7 +594,7 @@ def formulas_match(gold: str, answer: str) -> bool:
 
 
 def _with_base(node: Node, base: Node) -> Node:
-  """Gives logarithms of unknown base, as in the plain text log(x), this one."""
+  """The formula with `base` for logarithms of unknown base, such as the plain text log(x)."""
   return _change(node, lambda leaf: base if leaf == _ANY_BASE else leaf)
 
 

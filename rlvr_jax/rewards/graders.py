@@ -14,8 +14,8 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last mark
 
-# Commas are thousands separators only. Sign and $ come in either order. A minus after a word or
-# another number ("3-4") is an operator or a dash.
+# Commas only separate thousands. Sign and $ may be in either order. A minus after a word or a
+# number, as in "3-4", is an operator or a dash.
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
 NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -23,7 +23,7 @@ _ANY_NUMBER = re.compile(NUMBER)
 _ANSWER_MARKS = re.compile(rf"{ANSWER_MARK}|\\(?:boxed|fbox)")
 _MARKED_NUMBER = re.compile(rf"[-+]?[ \t]*{NUMBER}")
 _MINUS = str.maketrans("\u2212\u2013", "--")
-# Between digits, other writings of the comma: {,} and thin spaces, also those of LaTeX.
+# Other forms of the comma between digits: {,} and thin spaces, also LaTeX's thin spaces.
 _SEPARATORS = re.compile(
   r"(?<=[0-9])(?:,|\{,\}|\\[,;:!] ?|\\ |[\u2009\u202f\u00a0])+(?=[0-9]{3}(?![0-9]))"
 )
@@ -52,7 +52,7 @@ def find_answer_part(completion: str) -> tuple[str | None, bool]:
   a tag, or with a box or "####" after the tag, the part is all text that `strip_thought` returns.
 
   Returns:
-    (the part, or None while a "<think>" is open; whether it is the content of a tag).
+    The part, which is None while a "<think>" is open; and whether it is the content of a tag.
   """
   text = strip_thought(completion)
   _, tag, content = (text or "").rpartition("<answer>")
@@ -71,24 +71,24 @@ def extract_final_answer(completion: str) -> str:
   return (find_answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
 
 
-# Verifiers of reasoning_gym that compute with an answer take NaN for any number, or fail on it.
+# Some verifiers of reasoning_gym compute with the answer. They accept NaN for any number, or fail.
 _NUMERIC = re.compile(r"[-+*/.,%$() \d]*\d(?:[-+*/.,%$() \d]|[eEij](?![a-zA-Z]))*", re.ASCII)
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-ik-z])|\de\+?\d{3}", re.IGNORECASE)
 _TRUTH = re.compile(r"\b(?:true|false)\b", re.IGNORECASE)
-_TOLERANCE = 0.01  # relative; above those of the verifiers, except for the last place
+_TOLERANCE = 0.01  # relative; larger than the verifiers' tolerances, except in the last digit
 
 
 def _is_finite(answer: str, gold: str) -> bool:
-  """Whether an answer has a finite number, if the problem's own answer is one."""
+  """Whether an answer has a finite number; True if the problem's own answer is not a number."""
   if not _NUMERIC.fullmatch(gold):
     return True
   return any(map(str.isdigit, answer)) and not _NOT_FINITE.search(answer)
 
 
 def _may_be_right(answer: str, gold: str) -> bool:
-  """Whether an answer that a verifier takes may be right.
+  """Whether an answer that a verifier accepts may be right.
 
-  Some verifiers take any prefix of a number, or any text for a truth value.
+  Some verifiers accept any prefix of a number, or any text in place of true or false.
   """
   if _TRUTH.fullmatch(gold):
     return {word.lower() for word in _TRUTH.findall(answer)} == {gold.lower()}
@@ -175,7 +175,7 @@ def _to_decimal(number: str) -> decimal.Decimal:
 
 
 def _parse_line(line: str) -> decimal.Decimal | None:
-  """The number that a line begins with; None unless it is the only one there."""
+  """The number at the beginning of a line; None without one, or if the line has another number."""
   line = _SPACES.sub(",", _unify_signs(line))
   number = _MARKED_NUMBER.match(line)
   rest = line[number.end() :] if number else ""
@@ -188,7 +188,7 @@ def _parse_line(line: str) -> decimal.Decimal | None:
 
 
 def _parse_gold(answer: Any) -> decimal.Decimal:
-  """The value of a reference's answer: a number of JSON, or a text as `gsm8k` reads it.
+  """The value of a reference's answer: a number in JSON, or a text that `gsm8k` describes.
 
   Raises:
     ValueError: the answer is not one number.
@@ -215,7 +215,7 @@ def format_decimal(value: decimal.Decimal) -> str:
 
 
 def _find_last_number(completion: str) -> tuple[decimal.Decimal | None, str]:
-  """The number that is a completion's answer, or None, and the text that it was read from."""
+  """The number that is a completion's answer, or None; and the text that has the number."""
   text = find_answer_part(completion)[0] or ""
   lines = [part.strip().partition("\n")[0] for part in text.split(ANSWER_MARK)[1:]]
   if marked := [line for line in lines if _MARKED_NUMBER.match(_unify_signs(line))]:
@@ -225,15 +225,16 @@ def _find_last_number(completion: str) -> tuple[decimal.Decimal | None, str]:
 
 
 def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Compares the final number of a completion with the published one, exactly.
+  """Compares the final number of a completion exactly with the published number.
 
   Args:
     completion: a text whose number follows the last "####" with a number after it. It must be the
-      only number on its line; words such as a unit may follow. Without such a mark it is the last
-      number in the text. Only the text after any "</think>" counts, and nothing while a "<think>"
-      is open.
-    reference: "answer", a number of JSON, or a text that is read likewise: the final number as
-      published (commas, sign and $ allowed), or a solution with that number after its last "####".
+      only number on its line; words such as a unit may follow. Without such a mark the answer is
+      the last number in the text. Only the text after any "</think>" counts, and nothing while a
+      "<think>" is open.
+    reference: "answer", a number in JSON, or a text that is read in the same way: the final
+      number as published (commas, sign and $ allowed), or a solution with that number after its
+      last "####".
   Returns:
     correct (score 1), wrong (0), or unparseable if the text has no number. `answer` is the number
     without commas, $ and trailing zeros.

@@ -1,4 +1,4 @@
-"""Grading in worker processes: a grade is a worker's reply to a completion and its reference."""
+"""Grading in worker processes, which answer a completion and its reference with a grade."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Graders:
       load_grader(text)
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Grades a completion; a session has just one."""
+    """Grades a completion; a session consists of one request."""
     try:
       grade = self._grade(request["completion"], request["reference"])
     except RecursionError as error:  # which a completion can cause
@@ -54,7 +54,7 @@ class Graders:
 
 
 def _shorten(answer: str) -> str:
-  """Replaces the end of a long answer by a hash, so that different answers stay different votes."""
+  """The answer; a long answer's end becomes a hash, so that different answers still differ."""
   if len(answer) <= MAX_DETAIL:
     return answer
   return f"{answer[:100]}… sha256 {hashlib.sha256(answer.encode(errors='replace')).hexdigest()}"
@@ -90,7 +90,7 @@ class GradingFuture(Future[list[Grade]]):
     return super().result(self.limit_s if timeout is None else timeout)
 
   def deliver(self, index: int, item: Future[Grade | Failure]) -> None:
-    """Takes the grade of one item; the last grade, or an error, completes the future."""
+    """Receives the grade of one item; the last grade, or an error, completes the future."""
     error = item.exception()
     with self._count_lock:
       if self.done():
@@ -116,14 +116,15 @@ class GraderPool(PoolOwner):
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: number of processes, ≥ 1.
-    timeout_s: wall-clock limit per item, seconds. In `workers.worker.waiting`, as `code` waits for
-      a program, an item has a limit of its own instead, and its process grades other items.
+    timeout_s: wall-clock limit per item, seconds. While an item is in `workers.worker.waiting`,
+      such as one of `code` that waits for its program, it has its own limit instead, and the
+      process grades other items.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
     preload: strings of further graders that each worker loads and tests at its start. Other graders
       that references name (see `by_name`) are loaded within an item's time limit.
-    on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
+    on_grade: a thread of the pool calls it at every grade, as a sign of progress.
   Raises:
     ValueError: an argument is out of range, the grader is unknown, or environment variables are not
       text.
@@ -202,7 +203,7 @@ class GraderPool(PoolOwner):
 
 
 def _encode(completion: str, reference: Mapping[str, Any]) -> bytes:
-  """The request for a grade; TypeError unless the reference is JSON-serializable."""
+  """The bytes of a request; raises TypeError unless the reference is JSON-serializable."""
   try:
     return encode({"completion": completion, "reference": reference})
   except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-r"""The mathematics grader: extracts a completion's final answer and compares it with the gold one.
+r"""The mathematics grader: compares a completion's final answer with the gold answer.
 
 The gold answer and the answer are each parsed into a typed value (`answers.Answer`) and compared by
 type: plain numbers exactly, words as text, lists, tuples and sets element by element, intervals and
@@ -7,12 +7,13 @@ compared by name if both answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
-are part of the normal form only if the gold answer has some, or if the name is that of a chain of
+are part of the normal form only if the gold answer has some, or if the name begins a chain of
 equations ("x = 2+3 = 5"). Formulas that are equal but written differently ("x+1", "1+x") are two
 votes.
 
-If the gold answer is a plain number, only a number, or one power or root of a number, equals it;
-other expressions do not, since a policy could box the question. A sum, an integral, a limit or a
+If the gold answer is a plain number, a correct answer is a number, or a single power or root of a
+number. Other expressions are wrong, since a policy could put the question in a box. A sum, an
+integral, a limit or a
 derivative in an answer is never evaluated: it is correct only if the gold answer has the same text.
 
 No completion can make this grader crash, which would mask the completion out of the loss. An answer
@@ -84,8 +85,9 @@ def _parse_gold(text: str) -> Answer:
 def _mark_words(gold: Answer) -> Answer:
   """Marks adjacent letters of a gold answer as a word, unless they are a product.
 
-  Capitals are a word: ABC is a code, an order or points. Lower-case letters are a product if there
-  are two, if they have no vowel (lwh), or if they are sorted (abc); others are a word (cat).
+  Capitals are a word, such as a code ABC, an order or points. Two lower-case letters are a product.
+  Three or more are a product if they have no vowel (lwh) or are sorted (abc); otherwise they are a
+  word (cat).
   """
   value = gold.value
   is_word = re.fullmatch("[A-Z]{2,}", value) or (
@@ -103,8 +105,8 @@ def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
   """Brings an answer into the gold answer's form.
 
   Removes the parts that the gold answer does not have: names, units, brackets of a list, repeated
-  elements of a set, and the letter or the value of a choice such as "(B) 5". Adds names: (1,2) is
-  x=1, y=2 if the gold answer names x and y in this order.
+  elements of a set, and the letter or the value of a choice such as "(B) 5". Adds names: if the
+  gold answer names x and y in this order, (1,2) becomes x=1, y=2.
   """
   if gold.words and answer.choice and re.fullmatch("[A-J]", gold.value):
     return Answer(value=answer.choice, words=True)
@@ -132,16 +134,19 @@ def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
 class _Form(NamedTuple):
   """The form of a gold answer."""
 
-  text: str  # its normal form, without its choice
-  names: bool  # whether it has names or relations
-  words: bool  # whether it, or an item, is text
-  numbers: bool  # whether it is one plain number
-  variables: bool  # whether it is a formula
-  units: frozenset[str]  # of it and its items
+  text: str  # the gold answer's normal form, without its choice
+  names: bool  # whether the gold answer has names or relations
+  words: bool  # whether the gold answer or one of its items is text
+  numbers: bool  # whether the gold answer is one plain number
+  variables: bool  # whether the gold answer is a formula
+  units: frozenset[str]  # the units of the gold answer and its items
 
 
 def _align_names(gold: Answer, answer: Answer, form: _Form) -> Answer:
-  """Gives a list the gold names, by position; or sorts it by its names: y=2, x=1 is (1,2)."""
+  """Names a list's items as the gold answer does, by position; or sorts a list with other names.
+
+  So "y=2, x=1" becomes (1,2) if the gold answer is an ordered list without names.
+  """
   names = _item_names(gold)
   answer_names = "".join(sorted(_item_names(answer)))
   items = answer.items
@@ -157,7 +162,7 @@ def _align_names(gold: Answer, answer: Answer, form: _Form) -> Answer:
 
 
 def _item_names(answer: Answer) -> tuple[str, ...]:
-  """The names of a list's items if all have one and all differ; else ()."""
+  """The names of a list's items if all items have a name and all names differ, else ()."""
   names = tuple(item.name for item in answer.items)
   return names if all(names) and len(set(names)) == len(names) else ()
 
@@ -167,7 +172,7 @@ def _are_consecutive_letters(names: str) -> bool:
 
 
 def _reduce(answer: Answer, form: _Form) -> Answer:
-  """Reads words, thousands, variables, names and units of an answer as the gold answer has them."""
+  """Adapts words, thousands, variables, names and units of an answer to the gold answer's form."""
   if form.words and re.fullmatch("[A-Za-z]{2,}", answer.value):
     answer = answer._replace(value=answer.value.casefold(), words=True)
   if form.numbers and (match := _THOUSANDS.fullmatch(answer.value)):
@@ -184,7 +189,7 @@ def _convert_unit(answer: Answer, form: _Form) -> Answer:
   """Converts an answer to the gold answer's currency or scale, and removes an optional unit.
 
   Dollars and cents are converted. 5 K is 5000 unless the gold answer is in kelvin. Units that have
-  a sign ($, °) are optional, and so is the rest of "$5 per hour" and "30 °C".
+  a sign ($, °) are optional, and so is the rest of such a unit, as in "$5 per hour" and "30 °C".
   """
   number, unit = answer.number, answer.unit
   units = form.units
@@ -208,11 +213,12 @@ def _convert_unit(answer: Answer, form: _Form) -> Answer:
 
 
 def _choose_brackets(gold: Answer, answer: Answer) -> str:
-  """The gold answer's brackets if the answer's are equivalent, else the answer's.
+  """The gold answer's brackets if the answer's brackets are equivalent, else the answer's.
 
-  A list may be bare, and a vector may have square brackets; but a pair is neither a set nor [ , ].
+  A list may be without brackets, and a vector may have square brackets. But a pair is neither a set
+  nor a closed interval.
   """
-  # A set does not say which element is x.
+  # A set is not equivalent to a list of names, since it does not say which element is x.
   same_as_bare = ("()",) if _item_names(gold) else ("()", SET)
   is_equivalent = (
     bool(gold.items and answer.items and not answer.is_condition)
@@ -249,7 +255,7 @@ def answers_match(gold: Answer, answer: Answer) -> bool:
     if same_numbers is not None:
       return same_numbers
   if gold.number is not None and answer.is_condition:
-    return False  # or the way to a number, 17·23 ≤ x ≤ 17·23, would be right
+    return False  # else the calculation 17·23 ≤ x ≤ 17·23 would be a right answer
   if gold.items and answer.items:
     return _lists_match(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
@@ -287,7 +293,7 @@ def _has_interval(answer: Answer) -> bool:
 
 
 def _ratios_match(gold: str, answer: str) -> bool:
-  """Whether 1:2:3 is 2:4:6; 1:2 is also 1/2."""
+  """Whether two ratios are equal, as 1:2:3 and 2:4:6, or 1:2 and 1/2."""
   gold_parts, parts = gold.split(":"), answer.split(":")
   if len(gold_parts) == 2 and len(parts) == 1:
     parts.append("1")
@@ -298,7 +304,7 @@ def _ratios_match(gold: str, answer: str) -> bool:
 
 
 def _is_time(value: str) -> bool:
-  """Whether "8:30" is a time of day; the ratio 8:30 would be written 4:15."""
+  """Whether a text such as "8:30" is a time of day; a ratio would be written 4:15."""
   match = _CLOCK_TIME.fullmatch(value)
   if not match:
     return False
@@ -306,9 +312,9 @@ def _is_time(value: str) -> bool:
 
 
 def _angles_match(gold: Answer, answer: Answer) -> bool | None:
-  r"""Whether 30° is \frac{\pi}{6}; None unless one is in degrees and the other has a π.
+  r"""Whether angles are equal, as 30° and \frac{\pi}{6}; None unless one has °, and the other a π.
 
-  The other is a plain number times π: 30° is not \arcsin(\frac12)+0\pi.
+  The second must be a plain number times π: 30° does not equal \arcsin(\frac12)+0\pi.
   """
   degrees, radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
   if degrees.unit != "degree" or degrees.number is None or radians.unit not in ("", "rad"):
@@ -323,7 +329,7 @@ def _angles_match(gold: Answer, answer: Answer) -> bool | None:
 
 
 def _is_rounded_value(exact: str, decimal: str) -> bool:
-  """Whether a decimal, as it is written, is the value of a formula, rounded or truncated."""
+  """Whether a decimal is a formula's value, rounded or truncated to the decimal's digits."""
   number = plain_number(decimal)
   value = evaluate_formula(exact)
   if number is None or value is None:
@@ -334,10 +340,10 @@ def _is_rounded_value(exact: str, decimal: str) -> bool:
 
 
 def _ends_in(gold: Answer, answer: Answer) -> bool:
-  r"""Whether "2+3=5", "m+n=5" or "x \approx 5" end in the gold answer, and no side contradicts it.
+  r"""Whether an equation such as "2+3=5", "m+n=5" or "x \approx 5" ends in the gold answer.
 
-  Sides with other variables than the gold answer's, as m+n, do not contradict it.
-  In r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the right side is the rounded
+  No side may contradict the gold answer; a side with other variables, such as m+n, does not. In
+  r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the right side is the rounded
   left side.
   """
   exact, *decimals = _APPROXIMATES.split(answer.value)
@@ -363,15 +369,16 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
 
 
 def _names_in(formula: str) -> frozenset[str] | None:
-  """The variables of a formula; None for a text that is none."""
+  """The variables of a formula; None if the text is not a formula."""
   node = parse_formula(formula)
   return None if node is None else names_in(node)
 
 
 def _has_one_unknown(side: str) -> bool:
-  r"""Whether a side is "2m", "x^2" or r"\log x", so that 2m=5 is not solved; not m+n, f(2), x_1.
+  r"""Whether a side is a term in one variable, such as "2m", "x^2" or r"\log x", not m+n or f(2).
 
-  Capitals and Greek letters name parts of a figure: \cos A=5 is an answer.
+  An equation with such a side, as 2m=5, is not solved. Capitals and Greek letters are no variables
+  but parts of a figure: \cos A=5 is an answer.
   """
   names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or frozenset()
   names_value = re.search(r"(?<!log)_|['|]|[a-z](?:\^\{-1\})?\([^a-z]*\)", side)
@@ -446,8 +453,8 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
   Returns:
     correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
     unparseable if there is no answer, or if it has over MAX_ANSWER characters or is nested too
-    deeply; crashed if the gold answer is empty or too long, whatever the completion. If the gold
-    answer cannot be parsed, only the same normal form is correct, and `detail` says so.
+    deeply; crashed for any completion if the gold answer is empty or too long. If the gold answer
+    cannot be parsed, only the same normal form is correct, and `detail` says so.
   """
   try:
     gold = _parse_gold(str(reference["answer"]))
@@ -476,7 +483,7 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def mathematics_self_test() -> None:
-  """Raises an error unless mpmath is installed and the grader knows right from wrong answers."""
+  """Raises an error unless mpmath is installed and the grader tells right from wrong answers."""
   reference = {"answer": r"\frac{\sqrt{2}}{2}"}
   texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
   outcomes = [mathematics(text, reference).outcome for text in texts]

@@ -86,7 +86,8 @@ _RULES = [
   )
 ]  # fmt: skip
 
-# Words of formulas in plain text; "5 sec" is no secant, and the base of log(2) is left open.
+# Functions that plain text writes as words. "5 sec" is not a secant, and the base of log(2) is
+# open.
 _PLAIN = re.compile(
   rf"(?<![\\A-Za-z])(?!log)(?:(?P<function>sqrt|pi|theta|{'|'.join(FUNCTIONS)})(?![a-z])"
   r"(?:(?<!sec)|(?=\s?\())|(?P<infinity>infinity|inf|oo)(?![A-Za-z]))"
@@ -144,7 +145,7 @@ def _unwrap_fonts(text: str) -> str:
 
 
 def _closing_brace(text: str, start: int) -> int:
-  """The index of the brace that closes the one before `start`; -1 if none does."""
+  """The index of the brace that closes the brace before `start`; -1 if it is never closed."""
   depth = 1
   for brace in _BRACE.finditer(text, start):
     depth += (brace[0] == "{") - (brace[0] == "}")

@@ -22,10 +22,10 @@ class Outcome(enum.StrEnum):
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
   CRASHED = "crashed"  # the grader or the host failed, and no completion can cause that
-  # Of dialogues that ended before the environment or a grader judged them:
+  # Outcomes of dialogues that ended before the environment or a grader judged them:
   TURN_LIMIT = "turn_limit"  # the policy has had its last turn
-  LENGTH_LIMIT = "length_limit"  # no place is left in the response
-  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text exhausted its time or memory
+  LENGTH_LIMIT = "length_limit"  # the response has reached its maximum length
+  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text made it exceed its time or memory
   ENVIRONMENT_REFUSED = "environment_refused"  # the environment does not accept the policy's text
   ENVIRONMENT_FAILED = "environment_failed"  # the environment's own fault
 
@@ -46,8 +46,8 @@ class Grade:
     detail: human-readable, such as the extracted answer or the exception.
     answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
       the same reference, equal answers have equal outcomes.
-    feedback: what a policy that tries again may read, such as the first failing test. The other
-      texts may contain the reference's answer and are only for people.
+    feedback: a text that a policy that tries again may read, such as the first failing test. The
+      other texts may contain the reference's answer and are only for people.
     parts: with `by_name.weighted`, the unweighted score of each grader; otherwise ().
   """
 
@@ -109,7 +109,7 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
 
 
 def _parse_action(name: str, action: float | str) -> float | str:
-  """The action of one outcome, with numbers as floats; raises ValueError if it is not allowed."""
+  """The action for one outcome, a number as float; raises ValueError if it is not allowed."""
   if isinstance(action, str) and action in _ACTIONS:
     return action
   if is_score(action) and not isinstance(action, bool):
@@ -142,13 +142,13 @@ class Rewards(NamedTuple):
   """Grades as arrays; B rollouts in the order of the grades."""
 
   rewards: np.ndarray  # f32[B]; 0 where not valid
-  valid: np.ndarray  # bool[B]; False: nothing depends on the rollout, see `types.TrainBatch`
+  valid: np.ndarray  # bool[B]; False: the update ignores the rollout, see `types.TrainBatch`
   correct: np.ndarray  # f32[B] in {0, 1}
   counts: dict[str, int]  # outcome → number of rollouts, for every outcome; sums to B
 
 
 def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) -> Rewards:
-  """Rewards of B grades.
+  """The rewards of B grades.
 
   Args:
     grades: the grades of B rollouts.

@@ -21,7 +21,7 @@ _UNIT_NAMES = {
 _UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
 _UNIT_LETTERS = "mgslhkKLNJWVACF"
 _POWERS = {"square": "^2", "cubic": "^3"}
-# Units of which an answer may have several: "3 hours and 20 minutes"; in the smallest of them.
+# Units that one answer may combine, as in "3 hours and 20 minutes", in multiples of the smallest.
 _PARTS = (
   {"week": 604_800, "day": 86_400, "h": 3600, "min": 60, "s": 1}, {"year": 12, "month": 1},
   {"mi": 63_360, "yd": 36, "ft": 12, "in": 1}, {"lb": 16, "oz": 1}, {"dollar": 100, "cent": 1},
@@ -96,11 +96,12 @@ def split_sign(text: str) -> tuple[str, str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-  r"""Splits a text into (text before the unit, the unit); (text, "") without a unit.
+  r"""Splits a text into the text before the unit and the unit, "" if it has none.
 
-  Words after a plain number are dropped if they are neither a known unit ("5 apples") nor change
-  its value ("5 squared"). A single letter directly after a number is a variable ("5m"); after a
-  space or in \text{} it may be a unit. After a formula, a bare unit has at least two letters.
+  Words after a plain number are dropped, as in "5 apples", unless they are a known unit or change
+  the number's value, as in "5 squared". A single letter directly after a number is a variable
+  ("5m"); after a space or in \text{} it may be a unit. After a formula, a bare unit has at least
+  two letters.
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"

@@ -1,4 +1,4 @@
-"""Coefficients and Gram matrix → new coefficients. One factory per rule, looked up by name."""
+"""Reweightings map coefficients and a Gram matrix to coefficients. Names are factories."""
 
 from rlvr_jax.reweighting.base import Reweighting as Reweighting
 from rlvr_jax.reweighting.none import none as none

@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, Metrics
 
 
 class Reweighting(NamedTuple):
-  """Coefficients and the Gram matrix of the rollouts' gradient features → new coefficients.
+  """A function from coefficients and the Gram matrix of gradient features to new coefficients.
 
   It acts on n blocks of b rollouts, each with its own Gram matrix. A block is the full batch
   (n = 1), a group, or a number of consecutive rollouts of the batch.
@@ -58,7 +58,7 @@ class Reweighting(NamedTuple):
     return jax.lax.stop_gradient(reweighted.reshape(coefficients.shape)), metrics
 
   def _block_size(self, P: int, G: int) -> int:
-    """Number of rollouts that share a Gram matrix."""
+    """The number of rollouts in a block, which share a Gram matrix."""
     scope = self.scope
     if not isinstance(scope, int):
       return {"batch": P * G, "group": G}[scope]

@@ -24,14 +24,14 @@ class SaltResult(NamedTuple):
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
   residual: Array  # f32[b], (I − P_k) A⁺
-  explored: Array  # f32[b], the part α (I − P_k) A⁺ of A'; 0 with shared directions alone
-  alpha: Array  # f32[], weight of the residual
+  explored: Array  # f32[b], the part α (I − P_k) A⁺ of A'; 0 if channels = "shared"
+  alpha: Array  # f32[], α, the weight of the residual
   rank: Array  # i32[], k
   participation_ratio: Array  # f32[]
   effective_rollouts: Array  # f32[], n_eff
   several: Array  # bool[], whether the block has two valid rollouts or more
-  usable: Array  # bool[], several, and the Gram is finite and not all zero
-  acts: Array  # bool[], usable and Σ A² K_ii > 0; otherwise A' = A
+  usable: Array  # bool[], whether `several` holds and the Gram is finite and not all zero
+  acts: Array  # bool[], whether `usable` holds and Σ A² K_ii > 0; otherwise A' = A
 
 
 def salt_coefficients(
@@ -101,7 +101,7 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   means over the blocks in which SALT acts, so that groups without a signal do not dilute them.
   Blocks with fewer than two valid rollouts do not count.
   """
-  # In units of the largest coefficient, since its square may exceed float32's range.
+  # Coefficients are divided by the largest, whose square may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
   unit = jnp.where(largest > 0, largest, 1.0)
   norm = lambda x: jnp.linalg.norm(x / unit, axis=-1)
@@ -137,12 +137,12 @@ def salt(
 ) -> Reweighting:
   """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
-  P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features,
-  k = clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)) for n
-  valid rollouts. PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of
+  P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features, k =
+  clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)) for n valid
+  rollouts. PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of
   rollouts, α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). A' does not change if all
-  gradients are scaled. A' = A if K is zero or not finite, if no rollout with a coefficient has a
-  gradient, or if n < 2.
+  gradients are scaled. A' = A if K is zero or not finite, if no rollout has both a coefficient and
+  a gradient, or if n < 2.
 
   Ablations: alpha_min = alpha_max fixes α, min_rank = max_rank fixes k, and the last four arguments
   select the other ablations.
@@ -179,7 +179,7 @@ def salt(
   if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
     raise ValueError(
       f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; set it to one,"
-      " such as scope=8 (micro-batches, once a scope, have no fixed number of rollouts)"
+      " such as scope=8 (a micro-batch is no scope: its number of rollouts varies)"
     )
   block = functools.partial(
     salt_coefficients,
@@ -205,7 +205,8 @@ def salt(
       )
     assert gram is not None, "needs_gram"
     chex.assert_shape(gram, (blocks, size, size))
-    # Constants for differentiation; eigenvectors have no derivative where eigenvalues coincide.
+    # Coefficients are constants for differentiation: eigenvectors of equal eigenvalues have no
+    # derivative.
     coefficients, gram = jax.lax.stop_gradient((upcast(coefficients), upcast(gram)))
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(blocks))
     result = jax.vmap(block)(coefficients, gram, valid, keys)

@@ -1,4 +1,4 @@
-"""What follows a turn of the policy: the environment's reply, or the grade that ends the rollout.
+"""Answers to a turn of the policy: the environment's reply, or the grade that ends the rollout.
 
 A grader is an environment of one turn. Graders and environments work in other processes of this
 machine, so answers come late and in any order. If a run has several processes, all of them get the
@@ -26,7 +26,7 @@ from rlvr_jax.rollouts.engine import Rollout
 from rlvr_jax.storage.files import JSON
 from rlvr_jax.workers.pool import Failure
 
-_WAIT_S = 2.0  # of a process for answers, before it exchanges with the others
+_WAIT_S = 2.0  # seconds that a process waits for answers before it exchanges with the others
 _OUTCOME_OF_FAILURE = {
   "failed": Outcome.ENVIRONMENT_FAILED,
   "timeout": Outcome.ENVIRONMENT_LIMIT,
@@ -57,8 +57,8 @@ class Processes:
   Attributes:
     index: the index of this process.
     count: number of the processes.
-    gather: an action whose result is JSON → the results of all processes, in order. All processes
-      call it together, and all raise if the action raises in one of them.
+    gather: runs an action and returns its results of all processes, in order; a result is JSON. All
+      processes call it together, and all raise if the action raises in one of them.
   """
 
   index: int = 0
@@ -70,12 +70,12 @@ ALONE = Processes()
 
 
 class Asked(NamedTuple):
-  """The rollout that a turn belongs to."""
+  """The facts about a turn's rollout that graders and environments need."""
 
   problem: Problem
   beginning: Beginning
-  seed: int  # of the problem's environment
-  thought: str  # "<think>" if the prompt ends so, as in some chat templates; else ""
+  seed: int  # the seed of the problem's environment
+  thought: str  # "<think>" if the prompt ends with it, as in some chat templates; else ""
 
 
 @dataclasses.dataclass
@@ -114,11 +114,11 @@ class AnswerCounts:
 
 
 class _Waiting(NamedTuple):
-  """A turn without an answer so far."""
+  """A turn that has no answer yet."""
 
   rollout: Rollout
   asked: Asked
-  since: float  # seconds on the host's clock
+  since: float  # when the turn ended, seconds on the host's clock
   future: Future[Any] | None  # None: another process asks
   kind: str  # "grade" or "turn"
 
@@ -137,7 +137,7 @@ class Answers:
     dialogues: Dialogues | None = None,
     processes: Processes = ALONE,
   ):
-    """Binds the pools of a run; nobody is asked yet.
+    """Takes the pools of a run; asks for nothing yet.
 
     Args:
       tokenizer: the tokenizer of the run.
@@ -149,8 +149,10 @@ class Answers:
     self._tokenizer, self._grade = tokenizer, grade
     self._dialogues, self._processes = dialogues, processes
     self._num_asked = 0
-    self._waiting: dict[int, _Waiting] = {}  # by number, in all processes the same
-    self._known: dict[int, Grade] = {}  # grades that nobody is asked for, likewise
+    # Turns without an answer, and grades that need no grader, both by the number of the request.
+    # All processes have the same entries.
+    self._waiting: dict[int, _Waiting] = {}
+    self._known: dict[int, Grade] = {}
 
   @property
   def is_waiting(self) -> bool:
@@ -172,7 +174,7 @@ class Answers:
     Args:
       problems: the problems that begin now.
       seeds: the seeds of their environments.
-      of: number of problems in the draw; some of them may have begun elsewhere.
+      of: number of problems in the draw; some of them may have begun in another call.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
     """
@@ -180,7 +182,7 @@ class Answers:
       return [Beginning()] * len(problems)
     resets = self._dialogues.reset(problems, seeds) if self._processes.index == 0 else []
     begun: list[Any] | None = None
-    while begun is None:  # in pieces, so that a request to end is noticed
+    while begun is None:  # waits in short pieces, so that a request to end is noticed
       unfinished = concurrent.futures.wait(resets, timeout=_WAIT_S).not_done
       mine = None if unfinished else self._dialogues.begun(resets)
       begun = self._processes.gather(functools.partial(_same, mine))[0]
@@ -250,14 +252,14 @@ class Answers:
     return answers
 
   def _ask_grader(self, number: int, text: str) -> None:
-    """Asks for a grade; one process for each text, so that its timeout applies to all."""
+    """Asks for a grade in one of the processes, so that its timeout holds for all processes."""
     waiting = self._waiting[number]._replace(kind="grade", future=None)
     if number % self._processes.count == self._processes.index:
       waiting = waiting._replace(future=self._grade([text], [waiting.asked.problem.reference]))
     self._waiting[number] = waiting
 
   def _wait(self, patience_s: float, until_one: bool) -> None:
-    """Waits for futures of this process."""
+    """Waits for futures of this process, see `take`; counts the time."""
     began = time.monotonic()
     futures = {kind: [*self._futures(kind)] for kind in ("turn", "grade")}
     if until_one:
@@ -272,7 +274,7 @@ class Answers:
     return [w.future for w in self._waiting.values() if w.kind == kind and w.future is not None]
 
   def _results(self) -> list[JSON]:
-    """What this process's futures have given, as JSON: [number, kind, fields]."""
+    """The results of this process's finished futures, as JSON: [number, kind, fields] each."""
     results: list[JSON] = []
     for number, waiting in self._waiting.items():
       if waiting.future is None or not waiting.future.done():
@@ -287,7 +289,7 @@ class Answers:
     return results
 
   def _answer(self, number: int, kind: str, fields: list[Any]) -> Reply | Grade | None:
-    """The answer that a result is; None if a grader has yet to judge the dialogue."""
+    """The answer that a result contains; None if a grader has yet to judge the dialogue."""
     rollout, asked, since, *_ = self._waiting[number]
     if kind == "grade" or self._dialogues is None:
       outcome, score, detail, answer, feedback, parts = fields

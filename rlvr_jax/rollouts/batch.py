@@ -32,7 +32,7 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], number of response tokens up to the last loss token, an environment's included."""
+  """i32[P, G], number of tokens up to the last loss token, tokens of an environment included."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.asarray(np.max((batch.mask > 0) * positions, axis=-1))
 
@@ -102,7 +102,8 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
   """The groups, each with padding in place of an array that only other groups have.
 
-  So groups of one turn join dialogues, and recorded groups join groups of several versions.
+  Then groups of one turn can be joined with dialogues, and recorded groups with groups of several
+  versions.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [

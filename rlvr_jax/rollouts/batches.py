@@ -32,7 +32,7 @@ from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.storage.files import JSON, JsonObject
 from rlvr_jax.types import TrainBatch
 
-_MAX_CACHED = 16  # batches kept in memory; the others are read from the store for their update
+_MAX_CACHED = 16  # batches kept in memory; other batches are read from the store when needed
 
 
 class DynamicSamplingError(RuntimeError):
@@ -44,12 +44,12 @@ class FingerprintError(RuntimeError):
 
 
 class Position(NamedTuple):
-  """The state of drawing between two batches, which determines the next batches; JSON."""
+  """The state of drawing problems after a batch, which determines the next batches; JSON."""
 
-  number: int = 0  # of the next batch
-  draws: int = 0  # of problems, so far
-  checked_version: int = -1  # policy whose log-probabilities were last compared; −1: none
-  problems: Mapping[str, JSON] = {}  # state of the problems' order
+  number: int = 0  # number of the next batch
+  draws: int = 0  # number of draws of problems so far
+  checked_version: int = -1  # version whose log-probabilities were last compared; −1: none
+  problems: Mapping[str, JSON] = {}  # state of the order of problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Batch:
     statistics: metrics of the batch's sampling and grading.
     timings: seconds and counts of sampling since the last batch; {} if it was read from the store.
     flops: model FLOPs of sampling the batch.
-    drawn: how each draw of the batch was made, if the clock decided that.
+    drawn: a record of how each draw was made, see `Drawn`; () if draws do not depend on the clock.
   """
 
   number: int
@@ -91,7 +91,7 @@ class Batch:
 
   @property
   def versions(self) -> np.ndarray:
-    """i32[P], the version of each group's oldest token; `FOREIGN` if this run sampled none."""
+    """i32[P], the version of each group's oldest token; `FOREIGN` if another run sampled it."""
     return versions_of(self.groups)
 
   @property
@@ -124,7 +124,7 @@ def read_batch(store: RolloutStore, number: int) -> Batch:
 
 
 def versions_of(groups: Sequence[Group]) -> np.ndarray:
-  """i32[P], the version of each group's oldest token; `FOREIGN` if this run sampled none."""
+  """i32[P], the version of each group's oldest token; `FOREIGN` if another run sampled it."""
   return np.array([min(group.versions, default=FOREIGN) for group in groups], np.int32)
 
 
@@ -148,9 +148,9 @@ class BatchSettings:
     waits_for_all: whether all batches that have begun are completed before the next update. Then no
       batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: fields of `Drawn` that a later run needs to repeat draws that depend on the clock,
-      without draw, problems and version; {} if draws do not depend on it.
-    about: JSON values about the run, for runs that use its store.
+    how_drawn: values of `Drawn`, except draw, problems and version, with which a later run repeats
+      draws that depend on the clock; {} if draws do not depend on it.
+    about: JSON values about the run, for other runs that read its store.
   """
 
   quotas: Sequence[int]
@@ -183,28 +183,28 @@ class Hooks(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Open:
-  """A draw whose groups are not all there, or in no batch so far."""
+class _OpenDraw:
+  """A draw that waits for its groups."""
 
   draw: Draw
-  state: dict[str, JSON]  # of the problems' order behind it
+  state: dict[str, JSON]  # state of the order of problems after the draw
   drawn: dict[str, JSON]  # see `Batch.drawn`
-  groups: dict[int, Group]  # by index
+  groups: dict[int, Group]  # the groups that have arrived, by index
 
   @property
   def is_complete(self) -> bool:
-    """Whether all groups are there."""
+    """Whether all groups have arrived."""
     return len(self.groups) == len(self.draw.problems)
 
 
-class _Complete(NamedTuple):
+class _CompleteDraw(NamedTuple):
   """A draw that has all its groups, graded and measured."""
 
   groups: Sequence[Group]
-  position: Position  # behind it
+  position: Position  # the state of drawing after the draw
   prompts: int
   tokens: int
-  solve_rate: float  # NaN if no group has one
+  solve_rate: float  # NaN if no group has a solve rate
   statistics: Mapping[str, float]
   timings: Mapping[str, float]
   flops: float
@@ -224,7 +224,7 @@ class MeasuredSampler(Sampler, Protocol):
 
 
 class Inputs(NamedTuple):
-  """Where groups come from."""
+  """The objects that groups come from."""
 
   sampler: MeasuredSampler
   problems: Draws
@@ -232,31 +232,31 @@ class Inputs(NamedTuple):
   are_kept: bool = False  # whether the sampler has written its groups to the store already
 
 
-class _Place(NamedTuple):
-  """How far the batches of a run are."""
+class _Progress(NamedTuple):
+  """The progress of a run's batches."""
 
-  position: Position  # behind the last one that is complete
+  position: Position  # the state of drawing after the last complete batch
   begun: int  # number of the next batch to begin
-  draws: int  # of the next draw
-  version: int = 0  # of the newest policy that was offered
-  added: tuple[Batch, ...] = ()  # complete since the last call of `Batches.added`
+  draws: int  # number of the next draw
+  version: int = 0  # version of the newest policy that was offered
+  added: tuple[Batch, ...] = ()  # batches completed since the last call of `Batches.added`
 
 
 class Batches:
   """Draws problems, asks the sampler for their groups, and assembles batches."""
 
   def __init__(self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Hooks):
-    """Binds the objects of a run; nothing is drawn yet.
+    """Takes the objects of a run; draws nothing yet.
 
     Args:
-      inputs: where groups come from.
-      store: gets every group and batch; written by the first process.
+      inputs: the objects that groups come from.
+      store: keeps every group and batch; only the first process writes it.
       settings, run: the settings of batches, and the run's functions.
     """
     self._inputs, self._store, self._settings, self._run = inputs, store, settings, run
-    self._open: dict[int, _Open] = {}  # draws that are not complete, by number, in order
-    self._spare: list[_Complete] = []  # draws that the next batch takes groups of
-    self._place = _Place(Position(problems=inputs.problems.get_state()), 0, 0)
+    self._open: dict[int, _OpenDraw] = {}  # draws that are not complete, by number, in order
+    self._spare: list[_CompleteDraw] = []  # complete draws whose groups the next batch takes
+    self._place = _Progress(Position(problems=inputs.problems.get_state()), 0, 0)
     self._cache: dict[int, Batch] = {}
 
   # --- as the loop sees it ------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Batches:
   def move_to(self, position: Position) -> None:
     """Continues drawing after a batch, from the position that the batch has recorded."""
     self._inputs.problems.set_state(dict(position.problems))
-    self._place = _Place(position, position.number, position.draws)
+    self._place = _Progress(position, position.number, position.draws)
 
   def position(self) -> Position:
     """The position of drawing after the last complete batch."""
@@ -293,7 +293,7 @@ class Batches:
         self._begin()
         self._place = self._place._replace(begun=number + 1)
       elif max(stored.fingerprints, default=0) > version:
-        return  # by a trainer whose last updates were lost: they are being repeated
+        return  # sampled before a restart that lost updates: sampled again once they are repeated
       elif why := self._difference(stored) or self._gap(stored):
         self._set_aside(number, why)
       else:
@@ -356,13 +356,13 @@ class Batches:
     elif settings.how_drawn:
       how = Drawn(number, before, version, **settings.how_drawn)._asdict()
     groups = self._stored_groups(draw)
-    self._open[number] = _Open(draw, problems.get_state(), how, groups)
+    self._open[number] = _OpenDraw(draw, problems.get_state(), how, groups)
     self._place = place._replace(draws=number + 1)
     if missing := range(len(drawn_problems)) - groups.keys():
       self._inputs.sampler.want(draw, missing)
 
   def _stored_groups(self, draw: Draw) -> dict[int, Group]:
-    """The groups of a draw that a killed process has sampled with the policies of this one."""
+    """The groups of a draw that a killed process has sampled with the same policies, by index."""
 
     def read() -> str:
       found = self._store.read_groups(draw.number)
@@ -374,7 +374,7 @@ class Batches:
     return {group.index: group for group in groups}
 
   def _is_of(self, draw: Draw, group: Group) -> bool:
-    """Whether a group of the store is what would be sampled for this draw."""
+    """Whether a stored group is the one that would be sampled for this draw."""
     if not group.index < len(draw.problems):
       return False
     is_same = group.samples[0].get("prompt") == draw.problems[group.index].question
@@ -392,7 +392,7 @@ class Batches:
   # --- batches ------------------------------------------------------------------------------------
 
   def _assemble(self) -> bool:
-    """Takes the oldest draw, if it is complete, for the next batch; whether it was."""
+    """Adds the oldest draw to the next batch if the draw is complete; returns whether it was."""
     number = min(self._open, default=-1)
     if number < 0 or not self._open[number].is_complete:
       return False
@@ -408,7 +408,7 @@ class Batches:
     self._add_batch(batch)
     return True
 
-  def _measure(self, opened: _Open) -> _Complete:
+  def _measure(self, opened: _OpenDraw) -> _CompleteDraw:
     """A complete draw with its metrics, and with recorded groups if there are any."""
     draw, inputs = opened.draw, self._inputs
     groups = [opened.groups[index] for index in range(len(draw.problems))]
@@ -431,7 +431,7 @@ class Batches:
     how = dict(opened.drawn)
     if how and self._settings.max_draws:
       how["token_versions"] = encode_versions(token_versions(measured.groups))
-    return _Complete(
+    return _CompleteDraw(
       groups=measured.groups,
       position=position,
       prompts=len(draw.problems),
@@ -451,7 +451,7 @@ class Batches:
     """The groups of the next batch; None if dynamic sampling needs another draw.
 
     Dynamic sampling keeps the groups that are neither all right nor all wrong, in the order in
-    which they were drawn; those beyond a full batch are dropped. It reads the correctness of valid
+    which they were drawn; groups beyond a full batch are dropped. It reads the correctness of valid
     rollouts, not a shaped reward.
 
     Raises:
@@ -482,7 +482,7 @@ class Batches:
     return None
 
   def _batch(self, groups: Sequence[Group]) -> Batch:
-    """The next batch, of groups of the spare draws."""
+    """The next batch, with these groups of the spare draws."""
     draws, number = self._spare, self._place.position.number
     rates = [draw.solve_rate for draw in draws if draw.solve_rate == draw.solve_rate]
     rate = np.array(np.mean(rates) if rates else np.nan, np.float32)
@@ -504,7 +504,7 @@ class Batches:
     )
 
   def _add_batch(self, batch: Batch) -> None:
-    """Keeps a batch in memory if there is room; the first ones are needed first."""
+    """Keeps a batch in memory if there is room: updates need the earliest batches first."""
     if len(self._cache) < _MAX_CACHED:
       self._cache[batch.number] = batch
     self._place = self._place._replace(added=(*self._place.added, batch))
@@ -512,13 +512,13 @@ class Batches:
   # --- the store ----------------------------------------------------------------------------------
 
   def _write(self, batch: Batch) -> None:
-    if batch.number in self._store:  # it follows one that was damaged or missing
+    if batch.number in self._store:  # left over behind a damaged or missing batch
       self._store.set_aside(batch.number)
     self._store.write(batch.number, batch.groups, batch.info() | dict(self._settings.about))
     self._store.forget_groups(before=batch.after.draws)
 
   def _stored(self, number: int) -> Batch | None:
-    """The batch of this number in the store, which sets a damaged one aside; None without one."""
+    """The stored batch with this number, or None; sets a damaged batch and later batches aside."""
     found: list[Batch] = []
 
     def find_damage() -> str | None:
@@ -549,26 +549,26 @@ class Batches:
     return ""
 
   def _gap(self, batch: Batch) -> str:
-    """Why a batch does not follow those before it; "" if it does."""
+    """Why a batch does not follow the batches before it; "" if it does."""
     first = batch.after.draws - batch.draws
     if first == self._place.draws:
       return ""
     return f"rollouts {batch.number} begin with draw {first}, not with draw {self._place.draws}"
 
   def _set_aside(self, number: int, why: str) -> None:
-    """Moves a batch and all later ones away in the store, so that they can be made again.
+    """Sets a batch and all later batches aside in the store, so that they can be made again.
 
-    Their groups stay in the store as those of batches in progress: what the policies of this run
-    have sampled of them is not sampled again. In real time dynamic sampling may take other draws
-    for a batch that is sampled anew, so that groups of later ones could become too old.
+    Their groups stay in the store like groups of batches in progress: a group that a policy of this
+    run has sampled is not sampled again. With dynamic sampling in real time they do not stay, since
+    a batch that is sampled again may take other draws, and groups of later draws become too old.
     """
-    self._run.warn(f"{why}; it and all later ones are set aside, and sampled again where needed")
+    self._run.warn(f"{why}; it and all later batches are set aside, and sampled again if needed")
     settings = self._settings
     are_kept = settings.waits_for_all or not settings.max_draws
     recorded = len(settings.quotas) - 1 if self._inputs.recorded else -1
 
     def set_aside() -> None:
-      for later in reversed(self._store.numbers()):  # so that a kill leaves the reason in its place
+      for later in reversed(self._store.numbers()):  # the batch that is the reason comes last
         if later < number:
           return
         with contextlib.suppress(TornShardError):
@@ -581,7 +581,7 @@ class Batches:
 
 
 def as_sampled(group: Group) -> Group:
-  """A group of a batch, in the form in which its sampler gave it."""
+  """A group of a batch as its sampler returned it."""
   arrays = {name: array for name, array in group.arrays.items() if name != "solve_rate"}
   if "sampled_logprobs" in arrays:
     arrays["behavior_logprobs"] = arrays.pop("sampled_logprobs")
@@ -601,7 +601,7 @@ def is_mixed(group: Group) -> bool:
 
 
 def mean_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  """The mean of each metric, over the draws that have it."""
+  """The mean of each metric over the draws that have the metric."""
   names = dict.fromkeys(name for part in parts for name in part)
   return {name: float(np.mean([part[name] for part in parts if name in part])) for name in names}
 

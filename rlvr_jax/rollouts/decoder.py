@@ -13,7 +13,7 @@ column, a burst always begins at a multiple of its length, and blocks of the cac
 in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply the
-response's cache is computed anew, up to a multiple of a burst's length. The next burst repeats the
+response's cache is computed again, up to a multiple of a burst's length. The next burst repeats the
 tokens after that multiple, and then samples. So the bits do not depend on when a reply came.
 """
 
@@ -121,12 +121,12 @@ class Settings(NamedTuple):
   slots: int  # responses decoded at a time
   shape: CacheShape
   max_new_tokens: int  # T
-  stop_tokens: tuple[int, ...]  # each ends a response and is part of it
+  stop_tokens: tuple[int, ...]  # a stop token ends a response and is part of it
   cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
   cache_format: str = ""  # one of `caches.FORMATS`
-  cores: int = 1  # of a device, over which the kernel for pages splits its slots
+  cores: int = 1  # cores of a device, over which the kernel for pages splits the slots
   has_replies: bool = False  # whether responses are dialogues
-  records_routes: bool = False  # whether the experts that a mixture chooses are results
+  records_routes: bool = False  # whether bursts return the experts that a mixture chooses
 
   @property
   def routes(self) -> jax.ShapeDtypeStruct | None:
@@ -137,22 +137,22 @@ class Settings(NamedTuple):
 class Known(NamedTuple):
   """Tokens that a dialogue already has when a burst begins."""
 
-  tokens: OnHost  # i32[slots, steps], of the response, from the burst's first step on
-  number: OnHost  # i32[slots], of them; the burst samples after these
+  tokens: OnHost  # i32[slots, steps], response tokens from the burst's first step on
+  number: OnHost  # i32[slots], number of known tokens, after which the burst samples
 
 
 class State(NamedTuple):
   """The slots between two bursts."""
 
   prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer with attention
-  responses: tuple[Part, ...]  # KV cache of the responses, likewise
-  states: tuple[DeltaState, ...]  # behind the cached tokens, one per gated DeltaNet
-  token: Array  # i32[slots], the next token to decode: at first the prompt's last one
-  prompt: Array  # i32[slots], number of cached tokens of the prompt, all but its last one
+  responses: tuple[Part, ...]  # KV cache of the responses, one per layer with attention
+  states: tuple[DeltaState, ...]  # after the cached tokens, one state per gated DeltaNet
+  token: Array  # i32[slots], the next token to decode: at first the prompt's last token
+  prompt: Array  # i32[slots], number of cached tokens of the prompt: all but the last
   generated: Array  # i32[slots], number of tokens of the response
   running: Array  # bool[slots]
   keys: Array  # u32[slots, 2], data of the responses' PRNG keys
-  known: Known | None = None  # of dialogues, for the next burst
+  known: Known | None = None  # known tokens of the next burst, for dialogues
 
 
 class Prefilled(NamedTuple):
@@ -160,7 +160,7 @@ class Prefilled(NamedTuple):
 
   prompts: tuple[Part, ...]
   states: tuple[DeltaState, ...]
-  responses: tuple[Part, ...] = ()  # of dialogues that go on, what their responses have so far
+  responses: tuple[Part, ...] = ()  # KV cache of the responses so far, for dialogues that go on
   routes: Array | None = None  # [R, S, sparse layers, k], if they are recorded
 
 
@@ -171,8 +171,8 @@ class Fresh(NamedTuple):
   token: OnHost  # i32[slots], as in `State`
   prompt: OnHost  # i32[slots], as in `State`
   keys: OnHost  # u32[slots, 2], as in `State`
-  # Of dialogues:
-  generated: OnHost | None = None  # i32[slots], cached tokens of the response
+  # The next two are for dialogues.
+  generated: OnHost | None = None  # i32[slots], number of cached tokens of the response
   known: Known | None = None
 
 
@@ -185,11 +185,13 @@ class Emitted(NamedTuple):
   running: Array  # bool[slots]; False after a stop token or T tokens
   stopped: Array  # bool[slots], whether the last token was a stop token
   steps: Array  # i32[], decoding steps of this burst
-  # [slots, steps, sparse layers, k], if recorded; of what each step reads
+  # [slots, steps, sparse layers, k], the experts chosen for each step's input token; None unless
+  # recorded
   routes: Array | None = None
 
 
-# Of the steps of a burst: the tokens to decode, what is staged, the states, and the results so far.
+# Values carried from step to step of a burst: tokens to decode, staged keys and values, states, and
+# results so far.
 _Carry: TypeAlias = tuple[Array, tuple[Cache, ...], _States, Emitted]
 
 
@@ -198,12 +200,12 @@ def take_layer(
 ) -> Params:
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
-  Layers are loaded one by one, since a program that resharded all layers would hold many of them
-  unsharded. `load_layer` must not select the layer, since XLA might then move the other layers too.
+  Layers are loaded one by one, since a program that resharded all layers would hold many layers
+  unsharded. `load_layer` does not select the layer, since XLA might then move the other layers too.
 
   Args:
     trained, frozen: see `Model.combine`.
-    rows: i32[] each, the rows of the layer's parameters, from `ops.layers.rows_of`.
+    rows: from `ops.layers.rows_of`, i32[] each, the layer's index in each stack of parameters.
   """
   return _select_layer(trained, frozen, rows, model)["blocks"]
 
@@ -302,7 +304,7 @@ def prefill(
     prompt: i32[R], for dialogues that continue: the number of tokens before the first token that
       goes into the response's cache.
   """
-  # Prompts attend to what their caches will hold, as tokens that are decoded do.
+  # Prompts attend to keys and values as their caches will hold them, like decoded tokens.
   attended = (read_back,) if settings.cache_format else ()
   layers, found, routes = settings.model.prefill(params, tokens, lengths, *attended)
   states = tuple(_split_states(settings, state) for state in found)
@@ -312,10 +314,10 @@ def prefill(
     recorded = routes.astype(settings.routes.dtype)
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings), states, routes=recorded)
-  # The response follows the prompt at once: its places differ by row.
+  # A response begins directly after its prompt, so its places differ by row.
   room = min(tokens.shape[1], shape.response.tokens)
   places = prompt[:, None] + jnp.arange(-(-room // shape.response.size) * shape.response.size)
-  # What lies behind the end is never read.
+  # Places after the end are never read.
   places = jnp.minimum(places, tokens.shape[1] - 1)[..., None, None]
   take_response = lambda x: jnp.take_along_axis(x, places, axis=1)
   prompts = [(k[:, : shape.prompt.tokens], v[:, : shape.prompt.tokens]) for k, v in layers]
@@ -458,7 +460,7 @@ def burst(
   carry = (state.token, staged, state.states, emitted)
   token, staged, states, emitted = jax.lax.while_loop(is_unfinished, step, carry)
   responses = state.responses
-  if shape.response.number:  # otherwise every response is a single burst
+  if shape.response.number:  # without a cache of responses, every response is a single burst
     flushed = state.running if has_halted else None
     responses = _flush_staged(settings, responses, staged, state.generated, flushed)
   generated, running = emitted.generated, emitted.running
@@ -521,7 +523,7 @@ def decode(
   def delta(layer: int, inputs: DeltaInputs) -> tuple[Array, DeltaState]:
     return mix_token(inputs, states[layer], running)
 
-  # Slots that have ended are computed too and ignored, but by no expert: one step serves all slots.
+  # One step serves all slots: results of slots that have ended are ignored, and experts skip them.
   hidden, now_staged, now_states, routes = settings.model.decode(
     params, token, tables.at(step), attend, delta, running
   )
@@ -531,7 +533,7 @@ def decode(
 def _make_attention(
   settings: Settings, of_layer: Heads, attention_settings: dict[str, Any]
 ) -> Callable[..., Array]:
-  """`cached_attention` of a layer; on a mesh, a kernel gets the slots and heads of its device."""
+  """`cached_attention` of a layer; on a mesh, each device runs a kernel on its slots and heads."""
   attend = functools.partial(cached_attention, **attention_settings, cores=settings.cores)
   mesh = settings.model.mesh
   if settings.cache == "blocks" or mesh is None or mesh.size == 1:
@@ -547,7 +549,7 @@ def _make_attention(
 def _sample(
   settings: Settings, hidden: Array, head: Head, keys: Array, position: Array
 ) -> tuple[Array, Array]:
-  """Samples tokens i32[slots] from hidden [slots, D]; returns their log-probabilities too."""
+  """Samples from hidden [slots, D]: (tokens i32[slots], their log-probabilities f32[slots])."""
   with jax.named_scope("head"):
     logits = head_logits(hidden, head)
   tensor = _tensor_size(settings)
@@ -564,7 +566,7 @@ def _record_token(
   sampled: Array,
   routes: Array | None,
 ) -> Emitted:
-  """Adds one token of every running slot to `emitted`; one that was not sampled ends nothing."""
+  """Adds one token of every running slot to `emitted`; only sampled stop tokens end a response."""
   now, running, of = emitted.steps, emitted.running, emitted.routes
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
@@ -589,11 +591,14 @@ def _flush_staged(
   response: Array,
   flushed: Array | None = None,
 ) -> tuple[Part, ...]:
-  """Writes staged keys and values to the responses' caches; each device its own slots, in place.
+  """Writes staged keys and values to the responses' caches; each device writes its slots in place.
 
   Args:
+    settings: settings that are compiled into the program.
+    caches: the responses' caches, per layer with attention.
+    staged: keys and values of a burst in these layers.
     response: i32[slots], number of tokens of the response that were cached before the burst.
-    flushed: bool[slots], those that are written; None: all.
+    flushed: bool[slots], the slots that are written; None: all slots.
   """
 
   def at_once(
@@ -619,7 +624,7 @@ def _flush_staged(
     return written
 
   def on_device(*arguments: Any) -> _Parts:
-    # A loop over slots is thousands of launches on a GPU; a scatter is a slower loop elsewhere.
+    # On a GPU a loop over slots takes thousands of launches; on other devices a scatter is slower.
     written: _Parts = jax.lax.platform_dependent(*arguments, cuda=at_once, default=slot_by_slot)
     return written
 
@@ -649,7 +654,7 @@ def slot_bytes(
   Args:
     network: `TransformerConfig`.
     shape: sizes of the cache.
-    tensor: devices that share a slot.
+    tensor: number of devices that share a slot.
     cache_format: one of `caches.FORMATS`.
     cache: as in `Settings`.
   """
@@ -690,7 +695,7 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache; heads are copied if each device then has one head.
+  """Number of key/value heads in the cache; if possible, copies of heads give each device one head.
 
   Args:
     heads: the head counts of the layer.
@@ -742,7 +747,7 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
 def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
   """Cores of each device of the mesh: 2 on v5p, 1 on v5e; 1 if the device does not report it."""
   if isinstance(mesh, AbstractMesh):
-    return 1  # nothing is compiled for it
+    return 1  # an abstract mesh has no devices to ask
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
   return getattr(device, "num_cores", 1)
 
@@ -767,7 +772,7 @@ def _heads_axis(settings: Settings, heads: Heads) -> str | None:
 def _split_over_devices(
   settings: Settings, heads: Heads, cache: _Part, *, slots: int | None
 ) -> _Part:
-  """Constrains keys and values [K, ...]: heads, and the axis of slots if any, are split."""
+  """Keys and values [K, ...], split over devices by heads and, if `slots` is given, by slots."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return cache
@@ -787,7 +792,7 @@ def _state_specs(settings: Settings) -> DeltaState:
 
 
 def _split_states(settings: Settings, state: DeltaState) -> DeltaState:
-  """Constrains the states of rows or slots, which are split over the devices."""
+  """The states of rows or slots, split over the devices."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return state

@@ -20,7 +20,7 @@ from rlvr_jax.storage.files import JSON
 from rlvr_jax.workers.pool import Failure
 
 CUTS = ("tail", "head", "middle")
-CUT_NOTE = " [cut] "  # stands in a reply for what was cut
+CUT_NOTE = " [cut] "  # replaces the part of a reply that was cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class DialogueSettings:
 class Beginning(NamedTuple):
   """The beginning of all dialogues about a problem; JSON."""
 
-  messages: Sequence[Message] | None = None  # None: with the problem's own prompt
-  failure: str | None = None  # why the environment failed at its reset: the dialogues have failed
+  messages: Sequence[Message] | None = None  # first messages; None: the problem's own prompt
+  failure: str | None = None  # why the environment failed at its reset, which fails the dialogues
 
 
 class Dialogues:
@@ -61,7 +61,7 @@ class Dialogues:
   def __init__(
     self, settings: DialogueSettings, tokenizer: Tokenizer, pool: EnvironmentPool | None
   ):
-    """Binds the objects of a run; no dialogue begins yet.
+    """Takes the objects of a run; begins no dialogue yet.
 
     Args:
       settings, tokenizer: settings and tokenizer of the run.
@@ -69,7 +69,7 @@ class Dialogues:
     """
     self.settings = settings
     self._tokenizer, self._pool = tokenizer, pool
-    self._started: dict[Place, Future[Started | Failure]] = {}  # by place of the rollout
+    self._started: dict[Place, Future[Started | Failure]] = {}  # resets by place of the rollout
 
   def reset(
     self, problems: Sequence[Problem], seeds: Sequence[int]
@@ -116,7 +116,7 @@ class Dialogues:
     if rollout.place in self._started:
       started = self._started[rollout.place].result()
       if isinstance(started, Failure):
-        raise RuntimeError(f"a dialogue goes on whose environment has failed: {started.detail}")
+        raise RuntimeError(f"a dialogue goes on, but its environment has failed: {started.detail}")
       return pool.step(started.dialogue, text)
     reset = pool.reset(as_mapping(problem), seed, problem.reference)
     self._started[rollout.place] = reset
@@ -126,12 +126,12 @@ class Dialogues:
       if (error := reset.exception()) is not None:
         answer.set_exception(error)
       elif isinstance(started := reset.result(), Failure):
-        # The policy's text has not been read: the fault is the environment's, whatever it was.
+        # The environment has not read the policy's text, so the failure is its own.
         answer.set_result(started._replace(kind="failed"))
       else:
         try:
           pool.step(started.dialogue, text).add_done_callback(copy)
-        except Exception as closed:  # of a pool that was closed meanwhile
+        except Exception as closed:  # the pool was closed meanwhile
           answer.set_exception(closed)
 
     def copy(done: Future[Turn | Failure]) -> None:
@@ -161,7 +161,7 @@ class Dialogues:
     if not len(tokens):
       detail = f"the reply {turn.reply!r:.100} has no tokens"
       return Grade(Outcome.ENVIRONMENT_REFUSED, detail=detail)
-    # One place at least is left for the policy.
+    # The policy's next turn needs at least one place.
     if length + len(tokens) >= len(rollout.arrays["tokens"]):
       return Grade(Outcome.LENGTH_LIMIT)
     return tokens
@@ -181,14 +181,14 @@ class Dialogues:
     """Closes the dialogue of a rollout that has got its grade."""
     started = self._started.pop(rollout.place, None)
     if started is not None:
-      began = started.result()  # an answer has come
+      began = started.result()  # does not wait: an answer has come
       if isinstance(began, Started):
         self.pool.close_dialogue(began.dialogue)
 
   def _last_turn(self, rollout: Rollout) -> str:
     """The text of the policy's last turn, which ends the response so far.
 
-    It begins with "<think>" where what stands before it ends so, as in some chat templates.
+    It begins with "<think>" if the text before the turn ends with it, as in some chat templates.
     """
     length = rollout.length
     first = turn_start(rollout, length)
@@ -199,7 +199,7 @@ class Dialogues:
     return thought_prefix(self._tokenizer.decode(before.tolist())) + text
 
   def _encode(self, turn: Turn, *, last: int) -> np.ndarray:
-    """The tokens of a reply, cut if it is too long; `last` is the token before them."""
+    """The tokens of a reply, cut if it is too long; `last` is the response's last token so far."""
     settings, tokenizer = self.settings, self._tokenizer
     text, most = turn.reply, settings.max_reply_length
     if most and len(tokenizer.encode(text)) > most:
@@ -215,7 +215,7 @@ def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
     cut: one of `CUTS`.
     fits: text → whether it is short enough; bisection finds about the longest text that fits.
   """
-  kept, too_many = 0, len(text)  # characters
+  kept, too_many = 0, len(text)  # numbers of characters
   while too_many - kept > 1:
     middle = (kept + too_many) // 2
     if fits(_without(text, cut, middle)):
@@ -226,7 +226,7 @@ def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
 
 
 def _without(text: str, cut: str, kept: int) -> str:
-  """`kept` characters of the text, and the note."""
+  """The text shortened to `kept` characters, with the note in place of the rest."""
   if cut == "tail":
     return text[:kept] + CUT_NOTE
   if cut == "head":
@@ -242,7 +242,7 @@ def turn_start(rollout: Rollout, length: int) -> int:
 
 
 def as_mapping(problem: Problem) -> dict[str, JSON]:
-  """A problem in the form that environments get, with the reference of the problem's line."""
+  """A problem as the mapping that environments get."""
   return {
     "question": problem.question,
     "answer": problem.answer,

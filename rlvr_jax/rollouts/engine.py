@@ -17,7 +17,7 @@ from rlvr_jax.types import Array, Params
 
 NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
 
-Place: TypeAlias = tuple[int, int, int]  # of a rollout: draw, index of its group, its number there
+Place: TypeAlias = tuple[int, int, int]  # identifies a rollout: draw, index of group, number in it
 
 
 class MissingWeightsError(ValueError):
@@ -104,7 +104,7 @@ class Rollout:
     self.arrays["behavior_logprobs"][new] = logprobs
     self.arrays["versions"][new] = version
     if "turns" in self.arrays:
-      # A turn of the policy goes on, or follows the environment's, which have odd numbers.
+      # The policy's turn goes on, or a new one follows a reply, whose number is odd.
       last = int(self.arrays["turns"][self.length - 1]) if self.length else 0
       self.arrays["turns"][new] = last + last % 2
     self.length, self.stopped = new.stop, stopped
@@ -130,12 +130,12 @@ class Rollout:
 
 
 class _Run(NamedTuple):
-  """A rollout that has a slot or is about to."""
+  """A rollout that has a slot or waits for one."""
 
   rollout: Rollout
   cached: int = 0  # tokens of the response in the cache, a multiple of a burst's steps
   routed: int = 0  # places of the response whose routes are recorded; a burst repeats some of them
-  version: int = NOT_SAMPLED  # of the weights that its cache was computed with last
+  version: int = NOT_SAMPLED  # version of the weights that last computed its cache
 
   def next_token(self) -> int:
     """The first token to decode."""
@@ -144,16 +144,16 @@ class _Run(NamedTuple):
 
   def cached_tokens(self) -> np.ndarray:
     """i32[n], tokens of prompt and response in the cache when the rollout gets a slot."""
-    # With the response's first token, the prompt's last is in the cache of the response.
+    # The prompt's last token is cached together with the response's first token.
     prompt = self.rollout.prompt if self.cached else self.rollout.prompt[:-1]
     return np.append(prompt, self.rollout.arrays["tokens"][: max(self.cached - 1, 0)])
 
   def known_tokens(self) -> np.ndarray:
-    """i32[n], tokens of the response behind the cache."""
+    """i32[n], tokens of the response that are not in the cache."""
     return self.rollout.arrays["tokens"][self.cached : self.rollout.length]
 
   def append(self, emitted: Emitted, slot: int, version: int) -> int:
-    """Appends the tokens that this version has sampled in a slot; returns their number."""
+    """Appends the tokens that a version has sampled in a slot; returns their number."""
     start, end = self.rollout.length, int(emitted.generated[slot])
     steps = slice(start - self.cached, end - self.cached)
     self.rollout.append(
@@ -169,11 +169,11 @@ class _Run(NamedTuple):
     return end - start
 
   def record_prefilled(self, routes: np.ndarray) -> None:
-    """Records routes [n, layers, k] of `cached_tokens`: the prompt's, and new ones of replies."""
+    """Records routes [n, layers, k] of `cached_tokens`: of the prompt, or of the latest reply."""
     prompt, arrays = len(self.rollout.prompt) - 1, self.rollout.arrays
     if self.routed < self.cached:
       arrays["routes"][self.routed : self.cached] = routes[prompt + self.routed :]
-    elif not self.rollout.length:  # otherwise the prompt's are recorded already
+    elif not self.rollout.length:  # later, the prompt's routes are recorded already
       places = len(arrays["prompt_routes"]) - 1
       arrays["prompt_routes"][places - prompt : places] = routes[:prompt]
 
@@ -181,9 +181,9 @@ class _Run(NamedTuple):
 class _Context(NamedTuple):
   """Tokens to be prefilled, and the rollouts that begin with them."""
 
-  tokens: np.ndarray  # i32[n], without the last, which is decoded
-  prompt: int  # of these, tokens of the prompt
-  padded: int  # length to which these are padded
+  tokens: np.ndarray  # i32[n], all but the last token, which is decoded
+  prompt: int  # number of these tokens that belong to the prompt
+  padded: int  # length to which the tokens are padded
   runs: list[_Run]
 
   @property
@@ -201,13 +201,13 @@ class _Pending(NamedTuple):
 
 @dataclasses.dataclass
 class _Weights:
-  """The versions that may sample.
+  """The weights of the versions that may sample.
 
   Attributes:
-    loaded: by version, from `EnginePrograms.load`.
-    newest: samples rollouts without a plan.
-    rebuilds: whether the cache of a running rollout is computed anew before another version samples
-      it; otherwise it goes on with the cache that earlier versions have made.
+    loaded: weights by version, from `EnginePrograms.load`.
+    newest: the version that samples rollouts without a plan.
+    rebuilds: whether a running rollout's cache is computed again before another version samples the
+      rollout; otherwise the rollout keeps the cache that earlier versions have computed.
   """
 
   loaded: dict[int, Params] = dataclasses.field(default_factory=dict)
@@ -215,7 +215,7 @@ class _Weights:
   rebuilds: bool = False
 
   def swap(self, version: int, params: Params, *, rebuild: bool) -> None:
-    """Makes a version the newest one, whose weights new rollouts get."""
+    """Makes a version the newest version, which samples rollouts without a plan."""
     self.loaded[version] = params
     self.newest, self.rebuilds = version, rebuild
 
@@ -225,10 +225,10 @@ class _Weights:
     return self.newest if plan is None else int(plan[min(rollout.length, len(plan) - 1)])
 
   def params(self, rollout: Rollout) -> Params:
-    """The weights of this version.
+    """The weights that sample a rollout's next token.
 
     Raises:
-      MissingWeightsError: the engine does not have them.
+      MissingWeightsError: the engine does not have these weights.
     """
     version = self.version(rollout)
     if version not in self.loaded:
@@ -243,19 +243,19 @@ class _Queue:
   """Rollouts that have begun or got a reply, and have no slot yet.
 
   Attributes:
-    waiting: are to be prefilled, in order.
-    prefilled: wait for a slot.
+    waiting: contexts that wait for their prefill, in order.
+    prefilled: prefilled rollouts that wait for a slot, in order.
   """
 
   def __init__(self, programs: EnginePrograms, weights: _Weights):
     self._programs, self._weights = programs, weights
     self.waiting: list[_Context] = []
     self.prefilled: collections.deque[_Pending] = collections.deque()
-    # (routes on the devices, contexts by row) of batches since the last burst
+    # (routes on the devices, contexts by row) of the prefills since the last burst
     self._routes: list[tuple[Array, list[_Context]]] = []
 
   def add(self, runs: Iterable[_Run]) -> _Context:
-    """Lets rollouts that begin with the same tokens wait for their prefill."""
+    """Adds rollouts that begin with the same tokens, which then wait for their prefill."""
     context = self.context(runs)
     self.waiting.append(context)
     return context
@@ -269,11 +269,11 @@ class _Queue:
 
   @property
   def num_rollouts(self) -> int:
-    """How many there are."""
+    """Number of rollouts in the queue."""
     return len(self.prefilled) + sum(len(context.runs) for context in self.waiting)
 
   def lacks(self, free: int) -> bool:
-    """Whether more contexts are to begin, so that batches for so many free slots are full."""
+    """Whether full prefill batches for `free` slots need more contexts."""
     if self.num_rollouts < free:
       return True
     rollouts, contexts = len(self.prefilled), self.waiting
@@ -283,16 +283,16 @@ class _Queue:
     return rollouts < free
 
   def fill(self, free: int) -> None:
-    """Prefills batches until there is a rollout for every free slot, or nothing waits."""
+    """Prefills until there is a rollout for each of `free` slots, or no context waits."""
     while len(self.prefilled) < free and self.waiting:
       batch, self.waiting = self.prefill(self.waiting)
       self.prefilled += batch
 
   def prefill(self, contexts: list[_Context]) -> tuple[list[_Pending], list[_Context]]:
-    """Prefills the first context, and others with it.
+    """Prefills the first context, together with others of its kind.
 
     Returns:
-      The rollouts of these, and the contexts that are left.
+      The prefilled rollouts, and the contexts that are left.
     """
     members, left = self._choose(contexts)
     length, has_response, version = self._kind(members[0])
@@ -314,7 +314,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Puts back rollouts that were prefilled with other weights than those that will sample."""
+    """Moves rollouts back to `waiting` if another version will sample them than prefilled them."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -324,12 +324,12 @@ class _Queue:
     self.waiting[:0] = [self.context(of.run for of in row) for _, row in rows]
 
   def take_routes(self) -> list[tuple[Array, list[_Context]]]:
-    """(routes on the devices, contexts by row) of batches since the last call."""
+    """(routes on the devices, contexts by row) of each prefill since the last call."""
     routes, self._routes = self._routes, []
     return routes
 
   def _choose(self, contexts: list[_Context]) -> tuple[list[_Context], list[_Context]]:
-    """Splits contexts into those of a batch, the first one and others like it, and the rest.
+    """(the first context and others of its kind, which form a prefill batch; the rest).
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
@@ -343,10 +343,10 @@ class _Queue:
     return members, left + contexts[most:]
 
   def _kind(self, context: _Context) -> tuple[int, bool, int]:
-    """Contexts of one kind are prefilled together.
+    """The kind of a context; contexts of one kind are prefilled together.
 
     Returns:
-      (padded length, whether it has a response, version of the weights).
+      (padded length, whether the context has a response, version of the weights).
     """
     return (context.padded, context.has_response, self._weights.version(context.runs[0].rollout))
 
@@ -368,10 +368,10 @@ class Engine:
     programs: EnginePrograms,
     find_stop: Callable[[Rollout, int], int | None] | None = None,
   ):
-    """Slots are empty; they take memory of the devices only while rollouts are decoded.
+    """Starts with empty slots, which take memory of devices only while rollouts are decoded.
 
     Args:
-      programs: run by this engine.
+      programs: the programs that this engine runs.
       find_stop: (response, number of its tokens that were searched before) → the length with which
         a stop string ends the turn, None if it does not. None: only stop tokens end turns.
     """
@@ -385,7 +385,7 @@ class Engine:
 
   @property
   def free(self) -> bool:
-    """Whether one more prompt's rollouts should begin, to fill free slots or a prefill batch."""
+    """Whether the rollouts of one more prompt should begin, to fill slots or a prefill batch."""
     return self._queue.lacks(self.idle_slots)
 
   @property
@@ -484,7 +484,7 @@ class Engine:
       state = self._rebuild(state)
     state = self._insert(state, self._fill_slots())
     runs = {slot: run for slot, run in enumerate(self._slots) if run is not None}
-    # At times rollouts have several versions where a recorded run is repeated: one after another.
+    # If a recorded run is repeated, slots may need several versions: one version samples per burst.
     versions = {slot: self._weights.version(run.rollout) for slot, run in runs.items()}
     version = min(versions.values())
     halted = {slot: runs.pop(slot) for slot, other in versions.items() if other != version}
@@ -515,7 +515,7 @@ class Engine:
     return [runs[slot].rollout for slot in sorted(ended | cut)]
 
   def _fill_slots(self) -> dict[int, _Pending]:
-    """Gives free slots to rollouts that wait for one; returns these by slot."""
+    """Gives free slots to waiting rollouts; returns these rollouts by slot."""
     free = [slot for slot, run in enumerate(self._slots) if run is None]
     self._queue.fill(len(free))
     new = {slot: self._queue.prefilled.popleft() for slot in free[: len(self._queue.prefilled)]}
@@ -524,7 +524,7 @@ class Engine:
     return new
 
   def _rebuild(self, state: decoder.State) -> decoder.State:
-    """Computes the caches of running rollouts anew that another version samples from now on."""
+    """Computes the caches again of running rollouts that another version samples from now on."""
     changed = {
       id(run.rollout): (slot, run)
       for slot, run in enumerate(self._slots)
@@ -540,7 +540,7 @@ class Engine:
     return state
 
   def _insert(self, state: decoder.State, new: Mapping[int, _Pending]) -> decoder.State:
-    """Puts rollouts into their slots, which run on."""
+    """Puts rollouts into their slots on the devices."""
     for prefilled, fresh in self._by_prefilled_batch(new):
       state = self._programs.programs.insert(state, prefilled, fresh)
     return state
@@ -565,7 +565,7 @@ class Engine:
       yield pending.prefilled, fresh
 
   def _to_decode(self, runs: Mapping[int, _Run]) -> tuple[np.ndarray, Known | None]:
-    """Of rollouts by slot: the first token to decode, and of dialogues the known ones behind it."""
+    """(first token to decode, known tokens after it in dialogues) of rollouts by slot."""
     slots, steps = self.settings.slots, self.settings.shape.steps
     token = np.full(slots, -1, np.int32)
     known_tokens = np.zeros((slots, steps), np.int32)
@@ -579,7 +579,7 @@ class Engine:
     return token, Known(known_tokens, known_number) if has_replies else None
 
   def _to_host(self, on_devices: Emitted) -> Emitted:
-    """Fetches the results of a burst; records the routes of the prefills before it."""
+    """Fetches the results of a burst, and records the routes of the prefills before the burst."""
     prefilled = self._queue.take_routes()
     emitted: Emitted
     emitted, routes = self._programs.to_host((on_devices, [routes for routes, _ in prefilled]))
@@ -590,15 +590,22 @@ class Engine:
     return emitted
 
   def _count(self, steps: int, busy: int, tokens: int, waiting: int) -> None:
-    """Counts a burst of so many steps, with so many busy slots and new tokens."""
+    """Counts a burst.
+
+    Args:
+      steps: number of decoding steps.
+      busy: number of slots with a rollout.
+      tokens: number of sampled tokens.
+      waiting: number of rollouts that wait for a reply.
+    """
     slots = self.settings.slots
-    # In the drain slots are idle even if every reply comes at once.
+    # A burst belongs to the drain if slots would be idle even with all replies.
     self.usage.add(steps * slots, tokens, drain=busy + waiting < slots)
     if waiting:
       self.usage.add_costs(idle_slot_steps=steps * (slots - busy))
 
   def _cut_at_stop_string(self, run: _Run, before: int) -> bool:
-    """Ends a turn at its stop string, if it has one; returns whether it has."""
+    """Ends a turn at its stop string; returns False if it has no stop string."""
     length = None if self._find_stop is None else self._find_stop(run.rollout, before)
     if length is None:
       return False
@@ -606,5 +613,5 @@ class Engine:
     return True
 
   def _mask(self, slots: Iterable[int]) -> np.ndarray:
-    """bool[slots], True for these."""
+    """bool[slots], True for the given slots."""
     return np.isin(np.arange(self.settings.slots), [*slots])

@@ -23,7 +23,7 @@ from rlvr_jax.storage.files import JSON, JsonObject
 
 FOREIGN = -1  # version of rollouts that no policy of this run has sampled
 
-# Outcomes of which a sample tells why.
+# Outcomes whose reason is recorded in the sample.
 _WITH_DETAIL = {
   Outcome.CRASHED, Outcome.ENVIRONMENT_FAILED, Outcome.ENVIRONMENT_REFUSED,
   Outcome.ENVIRONMENT_LIMIT,
@@ -38,11 +38,11 @@ class Grading:
     tokenizer: the tokenizer of the run.
     max_prompt_length: S, tokens.
     outcome_policy: the reward of each outcome of grading.
-    overlong_buffer: number of tokens before the length limit over which the reward decreases; 0
-      turns this off.
+    overlong_buffer: number of tokens before the length limit over which the reward decreases; 0:
+      the reward does not depend on length.
     overlong_filter: whether the loss excludes responses without a stop token.
     num_rewards: K of `TrainBatch.rewards_by_name`, the number of graders whose scores are kept.
-    more_of: problem → further fields in the records of its samples.
+    more_of: problem → further fields of the records of its rollouts.
   """
 
   tokenizer: Tokenizer
@@ -86,7 +86,7 @@ class Grading:
     }
 
   def _rewards_by_name(self, grades: Sequence[Grade], valid: np.ndarray) -> np.ndarray:
-    """f32[G, K], each grader's own score; 0 where there is none, as after a timeout."""
+    """f32[G, K], each grader's own score; 0 if there is no score, as after a timeout."""
     found = np.zeros((len(grades), self.num_rewards), np.float32)
     for g, grade in enumerate(grades):
       if valid[g] and grade.parts:
@@ -105,7 +105,7 @@ class Grading:
 
     Args:
       problem: the problem of the group.
-      version: the version of the oldest policy that has sampled it.
+      version: the version of the oldest policy that has sampled the group.
       arrays: the result of `arrays`.
       grades: the grades of the rollouts.
       first_messages: the first messages of a dialogue, if the environment writes them.
@@ -125,8 +125,8 @@ class Grading:
         "answer": problem.answer,
         "outcome": grade.outcome.value,
         "extracted": grade.answer,
-        "reward": reward,  # of the outcome
-        # after the penalty for length, used in training
+        "reward": reward,  # the reward of the outcome
+        # the reward after the penalty for length, used in training
         "shaped_reward": float(arrays["rewards"][g]) if valid[g] else None,
         "tokens": int(length),
         "stopped": bool(arrays["stopped"][g]),
@@ -140,7 +140,7 @@ class Grading:
     return found
 
   def _turns(self, tokens: np.ndarray, turns: np.ndarray, scores: np.ndarray) -> dict[str, JSON]:
-    """The texts of turns, the policy's and the environment's in turn, and scores if any."""
+    """The texts of the turns, alternately of policy and environment, and scores if any."""
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
     parts = np.split(tokens, starts[1:])
     found: dict[str, JSON] = {"turns": [self.tokenizer.decode(part.tolist()) for part in parts]}
@@ -186,7 +186,7 @@ def solve_rates(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def mean_solve_rate(arrays: Mapping[str, np.ndarray], versions: np.ndarray) -> float:
-  """The policy's solve rate: the mean of `solve_rates` over groups.
+  """The policy's solve rate: the mean over groups of `solve_rates`.
 
   The mean is over the groups that this run sampled, or over all groups if it sampled none. Groups
   without a valid rollout do not count; the result is NaN if no group counts.

@@ -1,4 +1,4 @@
-"""Policies and draws, which samplers get; graded groups, which they give; and files of groups.
+"""Policies and draws, which samplers take; graded groups, which they return; files of groups.
 
 `ARRAYS` lists every array that a group may have. Cutting and restoring padding, joining groups of
 different widths, and storing groups follow this list.
@@ -29,23 +29,23 @@ if TYPE_CHECKING:  # they load jax, which files of groups do not need
   from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax groups 1"
-MAX_BYTES = 2**36  # of the arrays in a file, padding included
-PAD_TOKEN = None  # padding of token ids: the tokenizer's, which a file of groups records
+MAX_BYTES = 2**36  # the most bytes of the arrays in a file, padding included
+PAD_TOKEN = None  # padding of token ids: the tokenizer's padding token, recorded in files of groups
 _METADATA = "rlvr_jax"  # name of the only text in a file's metadata
 _START = re.compile(rb'.{8}{"__metadata__":{"rlvr_jax":"crc32 ([0-9a-f]{8}) ', re.DOTALL)
-_UNSET = "crc32 00000000 "  # while the checksum is computed
+_UNSET = "crc32 00000000 "  # stands in the file while its checksum is computed
 _ARRAY_NAME = re.compile(r"([0-9]+)\.([a-z_.]+)")  # index of the group in the file, and name
 _SAMPLES = "samples"  # name of a group's samples among its arrays
-_MAX_HEADER_BYTES = 10**8  # as the library allows
+_MAX_HEADER_BYTES = 10**8  # the limit of the library
 _PADDED = ("S", "T")  # the axes with padding
 
 
 class Policy(NamedTuple):
-  """A policy with its weights, as a sampler gets it."""
+  """A policy with its weights, which samplers take."""
 
   version: int  # number of updates before it
   params: Params
-  fingerprint: Callable[[], str]  # of the parameters; waits until they are computed
+  fingerprint: Callable[[], str]  # fingerprint of the parameters; waits until these are computed
 
 
 class Draw(NamedTuple):
@@ -53,8 +53,8 @@ class Draw(NamedTuple):
 
   number: int
   problems: list[Problem]  # P
-  seed: int  # of the run; with the number it determines the keys of all rollouts
-  version: int  # of the oldest policy that may sample it
+  seed: int  # the seed of the run; with the number it determines the keys of all rollouts
+  version: int  # the version of the oldest policy that may sample the draw
   sources: list[int]  # P, the index of the source that samples each problem's group
   plan: np.ndarray | None = None  # i32[P, G, T], the version of each token, from a recorded run
 
@@ -63,12 +63,12 @@ class Group(NamedTuple):
   """The graded rollouts of one prompt."""
 
   draw: int
-  index: int  # type: ignore[assignment]  # of its problem in the draw; hides `tuple.index`
+  index: int  # type: ignore[assignment]  # index of the problem in the draw; hides `tuple.index`
   source: int
-  versions: dict[int, str]  # version → fingerprint, of each policy of this run that sampled it
+  versions: dict[int, str]  # version → fingerprint, of the run's policies that sampled the group
   arrays: dict[str, np.ndarray]  # by name, as `ARRAYS` lists them; padding may have any value
   samples: list[JsonObject]  # one per rollout: texts, answers, details; JSON
-  measured: dict[str, float]  # metrics of its sampling
+  measured: dict[str, float]  # metrics of sampling the group
 
 
 class Sampler(Protocol):
@@ -104,9 +104,9 @@ class Kind(NamedTuple):
     graders  whose scores are rewards by name
   """
 
-  layout: str  # "" for one value of the group
-  dtype: str  # or several, with "|" between them
-  padding: float | None = 0  # or PAD_TOKEN
+  layout: str  # "" for a single value
+  dtype: str  # the dtype, or allowed dtypes with "|" between them
+  padding: float | None = 0  # the value of padding, or PAD_TOKEN
 
   @property
   def axes(self) -> list[str]:
@@ -243,7 +243,7 @@ def empty(name: str, group: Group, like: Group) -> np.ndarray:
 
 
 class DamagedError(ValueError):
-  """A file of groups is damaged: its bytes are not those that were written."""
+  """A file of groups is damaged: its bytes differ from the written bytes."""
 
 
 class FormatError(ValueError):
@@ -257,12 +257,12 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
     groups: one group, or the groups of a batch.
     info: JSON values, finite.
   Raises:
-    ValueError, TypeError: the message says what cannot be stored.
+    ValueError, TypeError: something cannot be stored; the message names it.
   """
   arrays: dict[str, np.ndarray] = {}
   heads: list[dict[str, JSON]] = []
   for number, group in enumerate(groups):
-    # In an order of their own, so that equal groups give equal bytes.
+    # Arrays are sorted, so that equal groups give equal bytes.
     head, cut = _cut(group._replace(arrays=dict(sorted(group.arrays.items()))))
     samples = _to_json("samples", group.samples)
     cut[_SAMPLES] = np.frombuffer(samples.encode(), np.uint8)
@@ -321,7 +321,7 @@ def read_info(read_start: Callable[[int], bytes]) -> JsonObject:
 
 
 def _read_content(header: bytes) -> JsonObject:
-  """The JSON in the metadata of a file of groups, from its header; errors as of `read_info`."""
+  """The JSON in the header of a file of groups; raises the errors of `read_info`."""
   try:
     text = json.loads(header)["__metadata__"][_METADATA]
     checksum, _, content = text[len(_UNSET) :].partition(" ")
@@ -338,7 +338,7 @@ def _read_content(header: bytes) -> JsonObject:
 
 @contextlib.contextmanager
 def _as_format_errors() -> Iterator[None]:
-  """Converts errors about contents that are as written, but not as this version writes them."""
+  """Converts errors about contents that are undamaged, but not as this version writes them."""
   try:
     yield
   except FormatError:
@@ -376,17 +376,17 @@ def _cut(group: Group) -> tuple[dict[str, JSON], dict[str, np.ndarray]]:
 def _find_lengths(
   arrays: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
-  """(lengths by axis, pad tokens by name) with which padding that is restored equals the old one.
+  """(lengths by axis, pad tokens by name), with which `_restore` restores the arrays exactly.
 
   A row's length is the last place at which an array differs from its padding.
   """
   lengths: dict[str, np.ndarray] = {}
   pad_tokens: dict[str, int] = {}
   padded = [name for name in arrays if ARRAYS[name].padded_axis]
-  # Token ids last: the lengths that the others have show where the pad token is.
+  # Token ids come last: the lengths of the other arrays show where the pad token is.
   for name in sorted(padded, key=lambda name: ARRAYS[name].padding is PAD_TOKEN):
     axis, padding = ARRAYS[name].padded_axis, ARRAYS[name].padding
-    rows = arrays[name][None, ::-1] if axis == "S" else arrays[name]  # padding at their ends
+    rows = arrays[name][None, ::-1] if axis == "S" else arrays[name]  # padding is now at row ends
     known = lengths.get(str(axis), np.zeros(len(rows), np.int64))
     if padding is PAD_TOKEN:
       pad_tokens[name] = padding = int(rows[np.argmin(known), -1]) if rows.size else 0
@@ -398,14 +398,14 @@ def _find_lengths(
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-  """The bits of numbers as integers, which distinguish −0.0 from 0.0; NaN equals itself."""
+  """The bits of numbers as integers: −0.0 differs from 0.0, and NaN equals itself."""
   return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
 
 
 def _places(
   axis: str, shape: Sequence[int], lengths: Mapping[str, Sequence[int]]
 ) -> slice | np.ndarray:
-  """The index of the part of an array that is stored, row by row."""
+  """The index that selects the stored part of an array, without padding."""
   if axis == "S":
     return slice(shape[0] - lengths["S"][0], None)
   return np.arange(shape[1]) < np.asarray(lengths["T"])[:, None]
@@ -417,7 +417,8 @@ def _read_groups(
   """The groups of a file from their JSON and its arrays.
 
   Raises:
-    Exception: of the types of `_as_format_errors`, if something is not as `encode` writes it.
+    Exception: `encode` does not write such content; the error is of a type that
+      `_as_format_errors` converts.
   """
   by_group: list[dict[str, np.ndarray]] = [{} for _ in heads]
   for full_name, array in stored.items():
@@ -446,23 +447,25 @@ def _read_groups(
 def _restore(
   head: JsonObject, arrays: Mapping[str, np.ndarray], max_bytes: int
 ) -> dict[str, np.ndarray]:
-  """A group's arrays with their padding; raises as `_read_groups`."""
+  """A group's arrays with their padding; raises the errors of `_read_groups`."""
   sizes = {str(axis): _count(size) for axis, size in head["sizes"].items()}
   lengths = {axis: [_count(n) for n in found] for axis, found in head["lengths"].items()}
   shapes = {name: tuple(sizes[axis] for axis in _kind(name).axes) for name in arrays}
   total = sum(array.itemsize * math.prod(shapes[name]) for name, array in arrays.items())
   if total > max_bytes:
-    raise FormatError(f"arrays of {total} bytes with padding, where {max_bytes} are allowed")
+    raise FormatError(
+      f"the arrays take {total} bytes with padding, at most {max_bytes} are allowed"
+    )
   for axis, found in lengths.items():
     if len(found) != (1 if axis == "S" else sizes["G"]) or max(found, default=0) > sizes[axis]:
-      raise FormatError(f"lengths {found!s:.80} for an axis {axis} of {sizes}")
+      raise FormatError(f"the lengths {found!s:.80} for an axis {axis} do not fit sizes {sizes}")
   restored = {}
   for name, array in arrays.items():
     kind, shape = ARRAYS[name], shapes[name]
     if array.dtype == bool and (array.view(np.uint8) > 1).any():
       raise FormatError(f"{name!r} has bytes that are not booleans")
     if kind.padded_axis is None:
-      restored[name] = array.copy()  # of its own memory, writable
+      restored[name] = array.copy()  # writable, with its own memory
       continue
     padding = int(head["pad_tokens"][name]) if kind.padding is PAD_TOKEN else kind.padding
     restored[name] = np.full(shape, padding, array.dtype)
@@ -471,13 +474,13 @@ def _restore(
       raise FormatError(f"{name!r} has the shape {array.shape}, its lengths are {lengths}")
     restored[name][places] = array
   if check_arrays(restored) != sizes:
-    raise FormatError(f"axes of {sizes}, but the arrays have {check_arrays(restored)}")
+    raise FormatError(f"the file has axes of {sizes}, but its arrays {check_arrays(restored)}")
   return restored
 
 
 def _count(value: object) -> int:
   if type(value) is not int or not 0 <= value < 2**53:
-    raise FormatError(f"{value!r:.80} where a whole number is expected")
+    raise FormatError(f"found {value!r:.80}, expected a whole number")
   return value
 
 

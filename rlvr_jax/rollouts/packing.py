@@ -28,8 +28,8 @@ from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
 
 Size = TypeVar("Size", int, np.ndarray)
 
-_MAX_INT32 = 2**31 - 1  # of indices of places
-_MOST_SHORT = 2  # micro-batches of short rows; three would compute nearly as much as a whole one
+_MAX_INT32 = 2**31 - 1  # the largest index of a place
+_MOST_SHORT = 2  # micro-batches of short rows; three would cost nearly a whole micro-batch
 
 
 class RowLayout(NamedTuple):
@@ -37,7 +37,7 @@ class RowLayout(NamedTuple):
 
   length: int  # places of a row
   alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
-  devices: int  # devices that the rows of a micro-batch are split over
+  devices: int  # number of devices that the rows of a micro-batch are split over
   rows_per_device: int  # rows of a micro-batch on each device
   max_micro_batches: int  # micro-batches that arrays have room for
   has_short_rows: bool = False  # whether the last micro-batches may have rows of `short_row` places
@@ -66,7 +66,7 @@ class MicroBatches(NamedTuple):
 
   rows: list[Row]
   dealt: np.ndarray  # i32[M, R], numbers of rows, −1 for an empty row, as from `deal`
-  num_short: int  # of the last micro-batches, whose rows are short
+  num_short: int  # number of micro-batches with short rows, which are the last
 
 
 def row_layout(
@@ -95,7 +95,7 @@ def row_layout(
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
-  # No two rows have room for each other's contents.
+  # Rows number at most 2 · total / length + 1, since the contents of no two rows fit into one row.
   total = prompts * group_size * (prompt + rollout)
   max_rows = prompts * _rows_per_group(group_size, length - prompt, rollout)
   max_rows = min(max_rows, 2 * -(-total // length) + 1)
@@ -148,9 +148,10 @@ def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayo
 
 
 def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
-  """Rows that a group fills at most: one that cannot take another rollout has as many as fit.
+  """The most rows that a group fills: every row but the last holds all rollouts that fit.
 
   Args:
+    group_size: G.
     free: places of a row beside the prompt.
     rollout: places of the longest rollout.
   """
@@ -180,7 +181,7 @@ def assign_rows(
     ValueError: a rollout and its prompt do not fit in a row.
   """
   rows = _assign(prompt_lengths, response_lengths, length=length, alignment=alignment)
-  assert rows is not None  # there may be any number of them
+  assert rows is not None  # without `most_whole` it never fails
   return rows
 
 
@@ -192,9 +193,9 @@ def _assign(
   alignment: int,
   most_whole: int | None = None,
 ) -> list[Row] | None:
-  """`assign_rows`; of more than `most_whole` rows the others are short, None where that fails.
+  """The result of `assign_rows`, with at most `most_whole` whole rows; all further rows are short.
 
-  Rollouts that fit in no short row then come first.
+  Rollouts that fit in no short row are assigned first. None if one of them finds no whole row.
   """
   prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
   prompt_places = _round_up(prompts - 1, alignment)
@@ -258,7 +259,7 @@ def assign_micro_batches(
     _assign, prompt_lengths, response_lengths, length=layout.length, alignment=layout.alignment
   )
   rows = assign()
-  assert rows is not None  # there may be any number of them
+  assert rows is not None  # without `most_whole` it never fails
   found = _deal_rows(rows, prompt_lengths, response_lengths, layout)
   if not layout.has_short_rows:
     return found
@@ -276,7 +277,7 @@ def _deal_rows(
   response_lengths: npt.ArrayLike,
   layout: RowLayout,
 ) -> MicroBatches:
-  """Deals whole rows to the first micro-batches and short ones to the last."""
+  """Deals whole rows to the first micro-batches, and short rows to the last micro-batches."""
   costs = np.array([attention_cost(row, prompt_lengths, response_lengths) for row in rows])
   is_short = np.array([row.is_short for row in rows], bool)
   sizes = dict(devices=layout.devices, rows_per_device=layout.rows_per_device)
@@ -381,7 +382,7 @@ def pack(
   length, alignment = layout.length, layout.alignment
   rows, dealt, num_short = assign_micro_batches(prompt_lengths, response_lengths, layout)
   shape = (max(layout.max_micro_batches, len(dealt)), dealt.shape[1], length)
-  # Zeros take no memory before they are written: most rows of long responses stay empty.
+  # Zeros take no memory until they are written, and many rows stay empty.
   zeros = lambda: np.zeros((shape[0] * shape[1], length), np.int32)
   inputs, targets, positions, starts, prompt_ends = (zeros() for _ in range(5))
   prompts = np.full_like(inputs, -1)

@@ -26,7 +26,7 @@ class Programs(NamedTuple):
   """The jitted functions of `rollouts.decoder`, with an engine's settings bound."""
 
   take_layer: jax.stages.Wrapped
-  load_layer: dict[Kind, jax.stages.Wrapped]  # by the layer's kind
+  load_layer: dict[Kind, jax.stages.Wrapped]  # a function for each kind of layer
   load_others: jax.stages.Wrapped
   empty_slots: jax.stages.Wrapped
   prefill: jax.stages.Wrapped
@@ -64,7 +64,7 @@ class Ahead(Generic[Result]):
 
 
 def _shape_on_devices(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
-  # Where arrays may be is not said of those that are not held to a device.
+  # An array that is not committed to a device may be anywhere: it gets no sharding.
   sharding = x.sharding if isinstance(x, jax.Array) and x.committed else None
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -77,18 +77,19 @@ class Bursts:
   """
 
   def __init__(self, burst: jax.stages.Wrapped, settings: Settings, *, compiles_ahead: bool):
-    """Nothing is compiled yet.
+    """Compiles nothing yet.
 
     Args:
       burst: `decoder.burst`, jitted.
       settings: the settings of the engine.
-      compiles_ahead: whether a thread compiles the program for more blocks of the responses while
-        one runs, so that responses that grow do not wait for it. On CPUs it would slow that one.
+      compiles_ahead: whether a thread compiles the program for longer responses while another
+        program runs, so that growing responses do not wait. On CPUs this would slow the running
+        program.
     """
     self._burst: Callable[..., tuple[decoder.State, Emitted]] = burst
     self._shape, self._compiles_ahead = settings.shape, compiles_ahead
-    self._reads_all = settings.cache == "pages"  # the kernel does not read what is not filled
-    self._prompt_blocks: int | None = None  # of the first burst
+    self._reads_all = settings.cache == "pages"  # the kernel skips pages that are not filled
+    self._prompt_blocks: int | None = None  # blocks of prompts that the first burst needed
     self._ahead = Ahead[tuple[decoder.State, Emitted]](burst)
 
   def run(
@@ -127,7 +128,7 @@ class Prefills:
   """The prefill programs of an engine, by the shape of the prompts."""
 
   def __init__(self, prefill: jax.stages.Wrapped, expected: Sequence[tuple[int, int]]):
-    """Nothing is compiled yet.
+    """Compiles nothing yet.
 
     Args:
       prefill: `decoder.prefill`, jitted.
@@ -143,7 +144,7 @@ class Prefills:
       return self._prefill
     compiled = self._ahead.find(shape)
     if compiled is None and shape in self._expected:
-      self._expected.remove(shape)  # it is compiled by this call
+      self._expected.remove(shape)  # this call compiles the program for the shape
     if self._expected and self._ahead.is_idle:
       expected = self._expected.pop(0)
       tokens, lengths = np.zeros(expected, np.int32), np.zeros(expected[0], np.int32)
@@ -152,7 +153,7 @@ class Prefills:
 
 
 def _padded_lengths(block: int, longest: int) -> list[int]:
-  """Lengths to which prompts are padded: a block's tokens, twice as many and so on, `longest`."""
+  """Lengths to which prompts are padded: `block` tokens, doubled again and again, and `longest`."""
   lengths = [min(block, longest)]
   while lengths[-1] < longest:
     lengths.append(min(2 * lengths[-1], longest))
@@ -160,7 +161,7 @@ def _padded_lengths(block: int, longest: int) -> list[int]:
 
 
 class Compiled(NamedTuple):
-  """The compiler of an engine's programs."""
+  """The `jit` of an engine, and its programs that have several compiled versions."""
 
   jit: Callable[..., jax.stages.Wrapped]
   bursts: Bursts
@@ -177,7 +178,7 @@ class EnginePrograms:
     programs: jitted functions, run by `load` and an `Engine`.
     compiled: chooses among the versions of a program.
     max_prompt_length: S, tokens.
-    pad_token: fills responses after their end.
+    pad_token: the token that fills responses after their end.
     to_host: a tree of device arrays → NumPy arrays.
   """
 
@@ -200,25 +201,25 @@ class EnginePrograms:
     compiler_options: dict[str, bool | int | float | str] | None = None,
     compiles_ahead: bool = False,
   ):
-    """Binds the functions; nothing is compiled yet.
+    """Binds the functions; compiles nothing yet.
 
     Args:
       model: the model of the policy, on the mesh that generates.
-      sampling: the distribution.
+      sampling: the distribution to sample from.
       slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
         of their cores if a kernel splits slots over them.
-      prefill_rows: the most prompts encoded at a time; rounded up likewise.
+      prefill_rows: the most prompts that are prefilled at a time; rounded up in the same way.
       max_prompt_length, max_new_tokens: S and T, tokens.
-      stop_tokens: each ends a response.
-      pad_token: fills responses after their end.
+      stop_tokens: the tokens that end a response.
+      pad_token: the token that fills responses after their end.
       cache: "blocks" or "pages", as `caches.choose_cache` returned it.
       cache_format: one of `caches.FORMATS`.
       has_replies: whether responses may be dialogues.
       records_routes: whether rollouts have the routes of a mixture.
       to_host: a tree of device arrays → NumPy; called once per burst.
       compiler_options: the compiler options of all programs, as `jax.jit` takes them.
-      compiles_ahead: whether a thread compiles programs that will be needed while others run: the
-        prefills of shorter and longer prompts, and the next burst, see `Bursts`.
+      compiles_ahead: whether a thread compiles later programs while others run: the prefills of
+        shorter and longer prompts, and bursts of longer responses, see `Bursts`.
     """
     self._batch_devices = (
       1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
@@ -370,7 +371,7 @@ class EnginePrograms:
     return {**others, "blocks": tuple(layers[kind] for kind in kinds)}
 
   def _round_up(self, rows: int) -> int:
-    """The next multiple of the devices that rows are split over."""
+    """`rows`, rounded up to a multiple of the number of devices that rows are split over."""
     return -(-rows // self._batch_devices) * self._batch_devices
 
   def prefill_rows(self, length: int) -> int:
@@ -417,7 +418,7 @@ class EnginePrograms:
 
 
 def _of_layer(loaded: Params | None, kind: Kind) -> Params | None:
-  """Of what `decoder.loaded_shardings` returned, that of a layer of this kind."""
+  """The shardings of a layer of this kind, from the result of `decoder.loaded_shardings`."""
   if loaded is None:
     return None
   rows = dict.fromkeys((ALL, *kind), 0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rlvr_jax.rollouts.group import Group, pad
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 
-# Arrays that have no meaning in another run.
+# Arrays that have a meaning only in the run that recorded them.
 _OF_ITS_RUN = ("sampled_logprobs", "token_versions", "solve_rate")
 
 
@@ -38,14 +38,14 @@ class RecordedGroups:
     """Opens the store and checks that this run can train on its rollouts.
 
     Args:
-      directory: WORKDIR/rollouts of the run that sampled them.
-      numbers: the numbers of the batches to use; None for all that the store has now.
+      directory: WORKDIR/rollouts of the run that sampled the groups.
+      numbers: the numbers of the batches to use; None for all batches in the store at present.
       tokenizer: name of the tokenizer that the rollouts must have been encoded with.
-      pad_token: pads shorter prompts and responses.
+      pad_token: the token that pads shorter prompts and responses.
       group_size: G.
-      max_prompt_length, max_response_length: S and T, tokens; shorter ones are padded.
+      max_prompt_length, max_response_length: S and T, tokens, to which groups are padded.
       routes: (layers, experts, experts per token) of the mixture whose routes the rollouts must
-        have; None: they are taken without routes.
+        have; None: recorded routes are dropped.
     Raises:
       StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
     """
@@ -100,7 +100,7 @@ class RecordedGroups:
     return [self._read(index % len(self)) for index in range(start, start + count)]
 
   def _read(self, index: int) -> Group:
-    """One group, padded for this run; no policy of this run has sampled it."""
+    """One group, padded for this run, without versions, since no policy of this run sampled it."""
     file = bisect.bisect_right(self._ends, index)
     if self._last_read[0] != file:
       self._last_read = file, self._store.read(self.numbers[file])[0]
@@ -115,7 +115,7 @@ class RecordedGroups:
 
 
 def _name_routes(kinds: set[tuple[int, ...] | None]) -> str:
-  """Names the routes of rollouts by the mixtures that chose them."""
+  """Describes recorded routes by the sizes of the mixtures that chose the experts."""
   name = "routes of {0} layers with {2} of {1} experts per token".format
   return " and ".join(
     "no routes" if kind is None else name(*kind) for kind in sorted(kinds, key=str)

@@ -1,4 +1,4 @@
-"""Samplers: one works in the thread that calls it, the other in a thread of its own.
+"""Samplers: `LocalSampler` works in the thread that calls it, `ThreadSampler` in its own thread.
 
 A sampler is offered policies and asked for groups of draws; it returns graded groups in any order.
 The content of a rollout depends only on its draw, its place in the draw and its policy. The time
@@ -32,14 +32,14 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Array, Params
 
-# Of `config.fleet.new_weights`; what becomes of a response that newer weights find in a slot:
-FINISH = "finish"  # ends with the weights that it began with
-SWITCH = "switch"  # goes on under the newer ones, with the cache that the older ones have made
-RECOMPUTE = "recompute"  # its cache is computed anew, then it goes on
+# Values of `config.fleet.new_weights`: what happens to responses in progress when new weights come.
+FINISH = "finish"  # a response ends with the weights that it began with
+SWITCH = "switch"  # it goes on with the new weights, and keeps the cache of the old weights
+RECOMPUTE = "recompute"  # it goes on with the new weights, which first compute its cache again
 CHOICES = (FINISH, SWITCH, RECOMPUTE)
 
 ROLLOUT = "rollout"  # the purpose of the randomness of training, see `ops.keys`
-PATIENCE_S = 1.0  # with which idle slots wait for replies, at most; the first burst compiles
+PATIENCE_S = 1.0  # the most seconds that a burst waits for replies that could fill idle slots
 _CLOSING_S = 10.0  # limit on the wait for a burst in progress when a run ends
 _IF_LATE = (
   "Check whether sampling or the grader hangs, or raise config.generation_deadline_s. Sampled"
@@ -60,8 +60,8 @@ class SamplingSource(NamedTuple):
   """A policy that samples some groups of every draw."""
 
   programs: EnginePrograms
-  load: Callable[[Policy], Params]  # a policy's weights, as the programs take them
-  of_this_run: bool = True  # whether they derive from the trained policy's
+  load: Callable[[Policy], Params]  # a policy's weights, in the form that the programs take
+  of_this_run: bool = True  # whether its weights derive from the trained policy's weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,26 +96,26 @@ class Progress(NamedTuple):
 
   finished: int  # groups that the last burst has finished
   left: int  # groups that are wanted and not finished
-  usage: SlotUsage  # of all slots so far
-  slots: int  # that decode at a time
+  usage: SlotUsage  # usage of all slots so far
+  slots: int  # number of slots that decode at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class _Begun:
-  """A group whose rollouts are sampled."""
+  """A group whose rollouts are being sampled."""
 
   draw: Draw
   index: int
   asked: Asked
-  ended: dict[int, tuple[Rollout, Grade]]  # by number in the group
+  ended: dict[int, tuple[Rollout, Grade]]  # graded rollouts, by number in the group
 
 
 class _Prepared(NamedTuple):
   """Groups of a draw that are ready to begin."""
 
-  wanted: Sequence[int]  # of their requests
+  wanted: Sequence[int]  # see `_Request`
   prompts: dict[int, np.ndarray]  # i32[n], by index
-  asked: dict[int, Asked]  # by index
+  asked: dict[int, Asked]  # facts for graders and environments, by index
   keys: dict[int, np.ndarray]  # u32[G, 2], by index
 
 
@@ -129,14 +129,14 @@ class _Request:
 
 
 class _Lane:
-  """What one source has to sample.
+  """One source with its engine and the groups that it has to sample.
 
   Attributes:
-    source: name of the source whose weights to load.
-    engine: decodes.
-    requests: in order.
-    prepared: what was wanted with the group that was begun last.
-    resumed: rollouts that have a reply.
+    source: the source.
+    engine: the engine that decodes the source's rollouts.
+    requests: groups that have not begun, in order.
+    prepared: the groups that were wanted together with the last group that has begun.
+    resumed: rollouts that have got a reply, and the replies.
     loaded: versions whose weights the engine has.
   """
 
@@ -148,7 +148,7 @@ class _Lane:
     self.loaded: set[int] = set()
 
   def prepare(self, request: _Request, prepare: Callable[[_Request], _Prepared]) -> _Prepared:
-    """Prompts and keys of all groups that were wanted together, made once."""
+    """Prompts and keys of all groups that were wanted together with this one; made once."""
     if self.prepared is None or self.prepared.wanted is not request.wanted:
       self.prepared = prepare(request)
     return self.prepared
@@ -170,7 +170,7 @@ class _Lane:
       self.loaded.add(version)
 
   def release(self) -> None:
-    """Lets all weights go."""
+    """Releases all weights."""
     self.engine.release(before=max(self.loaded, default=NOT_SAMPLED) + 1)
     self.loaded.clear()
 
@@ -193,7 +193,7 @@ class LocalSampler:
     settings: SamplerSettings,
     after_burst: Callable[[Progress], None] = lambda progress: None,
   ):
-    """Binds the objects of a run; nothing is sampled yet.
+    """Takes the objects of a run; samples nothing yet.
 
     Args:
       sources: the policies that sample.
@@ -204,8 +204,8 @@ class LocalSampler:
     """
     self._lanes = [_Lane(source, answers.find_stop) for source in sources]
     self._grading, self._answers, self._settings = grading, answers, settings
-    self._policies: dict[int, Policy] = {}  # by version; the newest samples
-    self._begun: dict[tuple[int, int], _Begun] = {}  # by draw and index
+    self._policies: dict[int, Policy] = {}  # policies by version
+    self._begun: dict[tuple[int, int], _Begun] = {}  # groups in progress, by (draw, index)
     self._finished: list[Group] = []
     self._meter = _Meter(after_burst)
 
@@ -216,8 +216,8 @@ class LocalSampler:
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
     oldest = min([needed, *(begun.draw.version for begun in self._begun.values())])
-    # Of older policies that have sampled groups in progress, the fingerprint is needed.
-    # Later ones were of a trainer whose last updates were lost.
+    # Groups in progress need the fingerprints of older policies. Versions from this one on were
+    # offered by a trainer whose last updates were lost.
     self._policies = {
       version: known if version >= needed else known._replace(params={})
       for version, known in self._policies.items()
@@ -247,7 +247,7 @@ class LocalSampler:
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:
       if not self.is_busy:
-        raise SamplerStoppedError("no groups are wanted; this is a bug in what draws problems")
+        raise SamplerStoppedError("no groups are wanted; this is a bug in the caller of `want`")
       if self.step():
         since = time.monotonic()
       elif self._answers.any_process(time.monotonic() - since >= deadline_s):
@@ -258,7 +258,7 @@ class LocalSampler:
     return self.poll()
 
   def _describe_missing(self) -> str:
-    """Which groups are not finished, as text."""
+    """Names the groups that are not finished."""
     begun = [(begun.draw.number, begun.index) for begun in self._begun.values()]
     requests = [(r.draw.number, r.index) for lane in self._lanes for r in lane.requests]
     texts = [f"group {index} of draw {number}" for number, index in sorted(begun + requests)]
@@ -288,7 +288,7 @@ class LocalSampler:
     return self._meter.take(self._usage(), self._answers.counts)
 
   def close(self) -> None:
-    """Does nothing: nothing runs in the background."""
+    """Does nothing, since nothing runs in the background."""
 
   # --- one step -----------------------------------------------------------------------------------
 
@@ -362,12 +362,12 @@ class LocalSampler:
         ended = engine.burst(waiting=self._answers.replies_to_come)
     except MissingWeightsError as error:
       raise ReplayError(
-        f"this run differs from the recorded one: {error}. Repeat it with its seed and"
+        f"this run differs from the recorded run: {error}. Repeat that run with its seed and"
         " configuration, on the same devices, with the same versions of this package and jax"
       ) from error
     for rollout in ended:
       self._answers.ask(rollout, self._begun[rollout.place[:2]].asked)
-    # A burst computes all slots: the more of them will be idle, the longer replies may take.
+    # A burst computes all slots, idle ones included: the more are idle, the longer it waits.
     return 0.0 if is_full else self._meter.burst_s * engine.idle_slots / engine.settings.slots
 
   # --- weights ------------------------------------------------------------------------------------
@@ -376,11 +376,11 @@ class LocalSampler:
     return self._policies[max(self._policies)]
 
   def _may_swap(self, lane: _Lane) -> bool:
-    """Whether no response in progress would go on under other weights."""
+    """Whether the weights may change now: no response in progress needs the present weights."""
     return not lane.decodes and not self._answers.replies_to_come
 
   def _may_begin(self, lane: _Lane) -> bool:
-    """Whether a group may begin: where responses end under their own weights, under the newest."""
+    """Whether a group may begin; with FINISH, only if the newest weights are loaded."""
     return self._settings.changes_weights or lane.has(self._newest())
 
   def _load_newest(self, lane: _Lane) -> None:
@@ -419,7 +419,7 @@ class LocalSampler:
     )
 
   def _prepare(self, request: _Request) -> _Prepared:
-    """Prompts and keys of the groups of a draw that are wanted from one source."""
+    """Prompts and keys of the groups of a draw that were wanted together from one source."""
     draw, wanted = request.draw, request.wanted
     purpose, grading = self._settings.purpose, self._grading
     all_seeds = seeds_for(draw.seed, purpose, draw.number, len(draw.problems))
@@ -440,7 +440,7 @@ class LocalSampler:
     )
 
   def _end(self, rollout: Rollout, grade: Grade) -> None:
-    """Adds a graded rollout to its group, which is finished with the last one."""
+    """Adds a graded rollout to its group; the last rollout finishes the group."""
     draw, index, number = rollout.place
     begun = self._begun[draw, index]
     begun.ended[number] = rollout, grade
@@ -449,7 +449,7 @@ class LocalSampler:
       self._finished.append(self._group(begun))
 
   def _group(self, begun: _Begun) -> Group:
-    """The group of rollouts that all have their grades."""
+    """The finished group; all its rollouts have their grades."""
     draw, index, ended = begun.draw, begun.index, begun.ended
     rollouts, grades = zip(*(ended[g] for g in sorted(ended)), strict=True)
     arrays = self._arrays(rollouts, grades)
@@ -501,7 +501,7 @@ def _row_keys(key: Array, rows: Array) -> Array:
 
 
 class _Meter:
-  """What a sampler has taken.
+  """Measures the time of a sampler.
 
   Attributes:
     after_burst: see `LocalSampler`.
@@ -511,11 +511,11 @@ class _Meter:
   def __init__(self, after_burst: Callable[[Progress], None]):
     self.after_burst, self.burst_s = after_burst, 0.0
     self._generate_s = 0.0
-    self._taken: dict[str, float] = {}  # the sums that were given out
+    self._taken: dict[str, float] = {}  # the sums at the last call of `take`
 
   @contextlib.contextmanager
   def step(self, counts: AnswerCounts) -> Iterator[None]:
-    """Context of a step, whose time counts as sampling, except waits for grades."""
+    """Context of a step; its time counts as sampling, except waits for grades."""
     began, waited_s = time.perf_counter(), counts.grade_seconds
     yield
     self._generate_s += time.perf_counter() - began - (counts.grade_seconds - waited_s)
@@ -536,7 +536,7 @@ class _Meter:
 
 
 class _Inbox(NamedTuple):
-  """What a thread has yet to read."""
+  """Calls of a `ThreadSampler` that its thread has not handled yet."""
 
   policy: Policy | None = None
   wanted: tuple[tuple[Draw, Collection[int]], ...] = ()
@@ -557,7 +557,7 @@ class ThreadSampler:
     """Starts the thread.
 
     Args:
-      inner: from now on used by the thread alone.
+      inner: the sampler, which only the thread uses from now on.
       deadline_s: seconds that `take` waits for a group.
       raise_if_ending: called now and then in `take`; raises if the run is to end.
       keep: called in the thread with finished groups, so that a kill does not lose them.
@@ -641,13 +641,13 @@ class ThreadSampler:
           with self._changed:
             self._graded += graded
             self._changed.notify_all()
-    except BaseException as error:  # of any kind: `take` raises it in the trainer
+    except BaseException as error:  # `take` raises it in the trainer
       with self._changed:
         self._error = error
         self._changed.notify_all()
 
   def _next(self) -> _Inbox:
-    """What has come since the last call; waits for it if nothing is to be sampled."""
+    """The calls since `_next` last returned; waits for a call if no group is wanted."""
     with self._changed:
       self._changed.wait_for(lambda: self._inner.is_busy or self._inbox != _Inbox())
       inbox, self._inbox = self._inbox, _Inbox()

@@ -23,7 +23,7 @@ class OfAnotherRun:
   """Returns the parameters of another run's policy, for any parameters of the trained policy."""
 
   def __init__(self, read: Callable[[], Params]):
-    """`read`: called once, by the first batch that needs them."""
+    """`read` is called once, for the first batch that needs the parameters."""
     self._read = functools.cache(read)
 
   def __call__(self, trained: Params, frozen: Params) -> tuple[Params, Params]:
@@ -37,18 +37,18 @@ class Source(NamedTuple):
 
   name: str
   prompts: int  # number of groups in every batch
-  sampling: Sampling  # the distribution of its log-probabilities
-  engine: EnginePrograms | None = None  # samples from it
-  recorded: RecordedGroups | None = None  # instead of an engine
+  sampling: Sampling  # the distribution of its behavior log-probabilities
+  engine: EnginePrograms | None = None  # the programs that sample; None if groups are recorded
+  recorded: RecordedGroups | None = None  # recorded groups, in place of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = as_they_are
   # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
   pin: JSON = None
-  of_this_run: bool = True  # whether its parameters derive from the trained policy's
+  of_this_run: bool = True  # whether its parameters derive from the trained policy's parameters
   # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
   # samples with the policy's own parameters must agree with the trainer; others must be finite.
   max_gap: float = sys.float_info.max
-  raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
+  raw: bool = False  # whether behavior log-probabilities are recorded at temperature 1
 
   @property
   def programs(self) -> EnginePrograms:

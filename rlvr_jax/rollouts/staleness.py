@@ -32,15 +32,15 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """The details of drawing and sampling a draw of prompts that its batch does not contain; JSON."""
+  """Facts about a draw that a batch does not contain, with which another run repeats it; JSON."""
 
-  draw: int  # its number
-  problems: dict[str, JSON]  # state of the problems' order before it
-  version: int  # that the draw was for
-  burst_steps: int  # of the engine
+  draw: int  # number of the draw
+  problems: dict[str, JSON]  # state of the order of problems before the draw
+  version: int  # version of the policy when the draw began
+  burst_steps: int  # decoding steps of a burst of the engine
   slots: int
   new_weights: str  # `config.fleet.new_weights`
-  # From `encode_versions`, where dynamic sampling has dropped groups; None: the batch has them all.
+  # The result of `encode_versions` if dynamic sampling has dropped groups of the draw, else None.
   token_versions: EncodedVersions | None = None
 
 
@@ -54,10 +54,11 @@ class RecordedRun:
   """
 
   def __init__(self, name: str, num_batches: int):
-    """Reads the index of the run's store; deleted batches are in it.
+    """Reads the info of the run's batches, removed batches included.
 
     Raises:
-      ValueError: the run lacks a batch, or what a batch of several versions needs.
+      ValueError: the run lacks a batch, or cannot be replayed: a batch of several versions was
+        removed, or does not say how it was drawn.
       StoreError: the run has no rollouts.
     """
     self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
@@ -74,7 +75,7 @@ class RecordedRun:
         ) from None
     self._differs = False
     self.versions = [sorted(map(int, info["versions"])) for info in self._infos]
-    self._draws: dict[int, tuple[int, Drawn]] = {}  # by number: the batch, and how it was made
+    self._draws: dict[int, tuple[int, Drawn]] = {}  # (number of the batch, `Drawn`), by draw
     for number, info in enumerate(self._infos):
       for one in (Drawn(**fields) for fields in info["drawn"]):
         self._draws[one.draw] = number, one
@@ -109,7 +110,7 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch differs from the recorded batch; "" for no difference, or after an earlier one.
+    """Why a batch differs from the recorded batch; "" if it does not, or if an earlier one did.
 
     Args:
       number: the number of the batch.
@@ -128,7 +129,7 @@ class RecordedRun:
     return self._draws[draw][1] if draw in self._draws else None
 
   def token_versions(self, draw: int) -> np.ndarray:
-    """The version of each token, i32[P, G, T], −1 for unsampled tokens; or i32[P, 1, 1]."""
+    """The version of each token, i32[P, G, T], −1 if not sampled; or of each group i32[P, 1, 1]."""
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
@@ -181,11 +182,11 @@ class Schedule(NamedTuple):
 
   limit: Callable[[int], int]  # v → how many batches may have begun once version v is offered
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
-  first: Callable[[int], int]  # t → lowest number of a batch that update t or a later one needs
+  first: Callable[[int], int]  # t → lowest number of a batch that update t or a later update needs
   threaded: bool = False  # whether sampling goes on during updates: the clock then decides the lags
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan
-  recorded: RecordedRun | None = None  # whose batches are sampled again
+  recorded: RecordedRun | None = None  # the run whose batches are sampled again
 
   def samples(self, version: int) -> int:
     """How many more batches may begin with this version than with the previous version."""
@@ -212,7 +213,7 @@ class Schedule(NamedTuple):
   def oldest_trained(self, update: int) -> int:
     """The oldest version that sampled a token for this update or a later update."""
     first = self.first(update)
-    if self.recorded is not None:  # a batch may have versions that are older than one before it
+    if self.recorded is not None:  # a later batch may have older versions
       return min((versions[0] for versions in self.recorded.versions[first:]), default=update)
     return self.oldest_version(first, update=update)
 
@@ -260,7 +261,7 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
 
 
 def same_number(update: int) -> int:
-  """The number of the update as the batch's number: every batch is used once, in order."""
+  """The number of the update, as number of its batch: every batch is used once, in order."""
   return update
 
 
@@ -431,8 +432,8 @@ def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) 
       )
     if of_batch[0] < previous and max(map(len, versions)) == 1:
       raise ValueError(
-        f"{prefix} after one of version {previous}; choose a run whose versions never decrease, one"
-        " that was not interrupted"
+        f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease,"
+        " one that was not interrupted"
       )
     if batch - of_batch[0] > max_lag:
       raise ValueError(

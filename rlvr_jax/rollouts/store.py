@@ -8,10 +8,10 @@ The folder is the index:
   torn/                          damaged batches that were set aside
   lock                           locked by the process that writes; a bucket is claimed by its run
 
-A file is written under a temporary name, read back and renamed: it is complete or absent, so that a
-reader beside the writer sees whole batches only, and no batch is ever overwritten. A batch is on
-disk, or in the bucket, when `write` returns. Groups in progress survive a kill of the process; on a
-disk they do not survive a crash of the machine.
+A file is written under a temporary name, read back and renamed. So it is complete or absent: a
+process that reads while another writes sees only whole batches. No batch is ever overwritten. A
+batch is on disk, or in the bucket, when `write` returns. Groups in progress survive a kill of the
+process; on a disk they do not survive a crash of the machine.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class RolloutStore:
     """Opens `directory`.
 
     Args:
-      directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
+      directory: a folder with the store and nothing else, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
       workdir: the workdir of the run that the store belongs to, whose claim guards writes into a
         bucket.
     Raises:
-      StoreError: not a store, of another format, or opened for writing by another process.
+      StoreError: the folder is not a store, has another format, or another process writes to it.
     """
     self.directory = parse_path("the folder of rollouts", directory)
     self._writable, self._lock = writable, contextlib.ExitStack()
@@ -142,8 +142,8 @@ class RolloutStore:
       if is_new and in_bucket(self.directory):
         if not self._objects.put(_name(number), data):
           raise StoreError(
-            f"another process has just written batch {number} into {self.directory}. This one has"
-            " lost its claim on the workdir: let the other one go on"
+            f"another process has just written batch {number} into {self.directory}. This process"
+            " has lost its claim on the workdir: let the other process go on"
           )
       elif is_new:
         self._objects.replace(_name(number), data)
@@ -152,7 +152,7 @@ class RolloutStore:
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
         )
-      if self._objects.find(_info_name(number)):  # of a batch of this number, removed before
+      if self._objects.find(_info_name(number)):  # a batch with this number was removed before
         self._objects.remove(_info_name(number))
 
   def read(self, number: int) -> tuple[list[Group], JsonObject]:
@@ -254,7 +254,7 @@ class RolloutStore:
   # --- groups of batches in progress ------------------------------------------------------------
 
   def write_groups(self, groups: Sequence[Group]) -> None:
-    """Writes groups of batches in progress; after this they survive a kill of the process."""
+    """Writes groups of batches in progress; then they survive a kill of the process."""
     self._check_writable()
 
     def write(group: Group) -> None:
@@ -265,7 +265,7 @@ class RolloutStore:
       list(pool.map(write, groups))
 
   def read_groups(self, draw: int) -> dict[int, Group]:
-    """The undamaged groups of a draw of a batch in progress, by index."""
+    """The stored groups of a draw in progress, by index; skips damaged groups."""
     found = {}
     for name in self._groups().get(draw, []):
       try:
@@ -308,7 +308,7 @@ class RolloutStore:
     self.close()
 
   def _check_is_store(self) -> bool:
-    """Whether the folder has files; raises StoreError if they are not a store's."""
+    """Whether the folder has files; raises StoreError if they do not belong to a store."""
     names = sorted({name.partition("/")[0] for name in self._objects.list()})
     if former := next(filter(_FORMER.fullmatch, names), None):
       raise StoreError(
@@ -337,7 +337,7 @@ class RolloutStore:
         path.unlink()
 
   def _get(self, name: str, size: int | None = None) -> bytes:
-    """The bytes of a file, or so many from its beginning on; raises DamagedError without it."""
+    """The bytes of a file, or its first `size` bytes; DamagedError if there is no such file."""
     data = self._objects.get(name, size)
     if data is None:
       raise DamagedError("there is no such file")
@@ -348,7 +348,7 @@ class RolloutStore:
       raise StoreError(f"{self.directory} is not open for writing; open it with writable=True")
 
   def _check_number(self, number: int, info: JsonObject) -> JsonObject:
-    """The info without the batch's number, which must be this one."""
+    """The info without the batch's number; raises if it is the info of another batch."""
     with self._explain_damage(number):
       if (found := info.pop("number", None)) != number:
         raise DamagedError(f"it has batch {found!r:.80}")
@@ -369,7 +369,7 @@ class RolloutStore:
       raise
     except (DamagedError, OSError) as error:
       if isinstance(error, OSError) and error.errno != errno.EIO:
-        raise  # what this process lacks, such as open files, is no damage
+        raise  # a limit of this process, such as on open files, is no damage
       raise TornShardError(
         f"batch {number}, {path}, is missing or not as it was written: {error}. Rerun its run,"
         " which samples the batch again if it is still needed, or put back a copy of the file."

@@ -21,10 +21,10 @@ import fsspec
 from rlvr_jax.storage.files import JsonObject
 
 MAX_CONCURRENT_REQUESTS = 8
-DEADLINE_S = 300.0  # for a request, with its retries by gcsfs
-# Cached listings would lack what other hosts have written since.
+DEADLINE_S = 300.0  # seconds for a request, with its retries by gcsfs
+# Cached listings would lack objects that other hosts have written since.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-for _name in ("gcsfs", "fsspec"):  # which log every file that they read
+for _name in ("gcsfs", "fsspec"):  # these log every file that they read
   logging.getLogger(_name).setLevel(logging.WARNING)
 
 
@@ -44,7 +44,7 @@ def _explain_errors(url: str) -> Iterator[None]:
   except FileNotFoundError:
     raise
   except Exception as error:
-    # Status 412 is one or the other, depending on the version of gcsfs.
+    # Status 412 has either form, depending on the version of gcsfs.
     if isinstance(error, FileExistsError) or str(getattr(error, "code", "")) == "412":
       raise ChangedError(
         f"{url} was changed by another process; rerun the same command when that process has ended"
@@ -66,8 +66,8 @@ class Bucket:
 
     Args:
       folder: the result of `parse_path`.
-      guard: called before every write; raises if this process may no longer write, and returns the
-        seconds for which it certainly may. A write that takes longer is cancelled.
+      guard: called before every write; raises if this process may no longer write, else returns the
+        seconds for which it certainly may write. A write that takes longer is cancelled.
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
@@ -161,7 +161,7 @@ class Bucket:
         f"{url} cannot be written: there is no bucket {bucket}, or this account cannot access it"
       ) from None
     except ChangedError:
-      # After a lost response gcsfs retries the request, which then meets its own object.
+      # If the response was lost, gcsfs has retried, and found the object that it wrote itself.
       with _explain_errors(url), contextlib.suppress(FileNotFoundError):
         stored = self._call("GET", "b/{}/o/{}", bucket, key, json_out=True)
         if stored["md5Hash"] == digest:

@@ -16,10 +16,10 @@ from typing import IO, Any, TypeAlias
 
 # A value that can be written as JSON.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
-# A JSON object whose fields are read by name: the reader knows or checks what a field has.
+# A JSON object whose fields are read by name: the reader knows or checks their types.
 JsonObject: TypeAlias = dict[str, Any]
 
-TEMPORARY = ".tmp"  # ends the name of a file that is being written
+TEMPORARY = ".tmp"  # suffix of the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNWRITABLE = (
   *(errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -42,7 +42,7 @@ class DiskFullError(OSError):
 
 
 def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """The path of a file in a folder; every name that may come from others has to pass here.
+  """The path of a file in a folder; checks the name, which may come from others.
 
   Args:
     folder: a folder on this machine.
@@ -64,7 +64,7 @@ def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def report_full_disk(path: pathlib.Path) -> Iterator[None]:
-  """Converts any library's error about a full disk into one that says how to fix it."""
+  """Converts any library's error about a full disk into an error that says how to fix it."""
   try:
     yield
   except Exception as error:
@@ -93,7 +93,7 @@ def is_out_of_descriptors(error: BaseException | None) -> bool:
 
 
 def _has_errno(error: BaseException | None, codes: Collection[int]) -> bool:
-  """Whether an error or one of its causes has one of these errnos, or at least its text."""
+  """Whether an error or one of its causes has one of these errnos, or the text of such an errno."""
   while error is not None:
     text = str(error)
     if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):
@@ -112,7 +112,7 @@ def shortage(folder: pathlib.Path, need: int) -> str | None:
 
 @contextlib.contextmanager
 def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Iterator[None]:
-  """Converts an error from creating or opening a folder on a disk into one that says how to fix it.
+  """Converts errors of creating or opening a folder on a disk: the new error says how to fix them.
 
   Args:
     name: the folder, for the message.
@@ -166,7 +166,7 @@ def replace_path(path: pathlib.Path, *, durable: bool = True) -> Iterator[pathli
   By default the new file is durable at the end of the context: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
-  if temporary.is_symlink():  # which the library would follow
+  if temporary.is_symlink():  # the library would follow the link
     temporary.unlink()
   try:
     with report_full_disk(path):
@@ -214,7 +214,7 @@ def make_locked_folder(prefix: str) -> tuple[pathlib.Path, int]:
   Folders with this prefix that killed processes left behind are removed.
   """
   for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-    with contextlib.suppress(OSError):  # of another user, or locked
+    with contextlib.suppress(OSError):  # the folder is locked, or another user's
       descriptor = _lock_folder(leftover)
       try:
         shutil.rmtree(leftover)
@@ -222,7 +222,7 @@ def make_locked_folder(prefix: str) -> tuple[pathlib.Path, int]:
         os.close(descriptor)
   while True:
     folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix))
-    # Until it is locked, another process may take it for a leftover.
+    # Until the folder is locked, another process may take it for a leftover, and remove it.
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
       descriptor = _lock_folder(folder)
       if folder.exists():
@@ -245,9 +245,9 @@ def _lock_folder(folder: pathlib.Path) -> int:
 
 
 class JsonLines:
-  """Appends JSON lines to a file; each call passes them all to the operating system.
+  """Appends JSON lines to a file; each call passes all its lines to the operating system.
 
-  Opening the file removes a torn last line, which a kill during a call leaves.
+  Opening the file removes an incomplete last line, which a kill during a call leaves.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -305,7 +305,7 @@ def _complete_size(path: pathlib.Path) -> int:
 
 
 def read_lines(path: pathlib.Path) -> list[bytes]:
-  """Reads the lines of a file, the last of which may be torn; [] if the file does not exist."""
+  """The lines of a file, the last of which may be incomplete; [] if the file does not exist."""
   return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
@@ -369,7 +369,7 @@ def is_as_written(record: Mapping[str, JSON]) -> bool:
 
 
 def parse_checked_line(line: bytes) -> JsonObject | None:
-  """Parses a line from `with_crc32`, without its checksum; None if it is torn or changed."""
+  """Parses a line from `with_crc32`, without its checksum; None if it is incomplete or changed."""
   record = parse_line(line)
   if record is None or not is_as_written(record):
     return None

@@ -24,7 +24,7 @@ from rlvr_jax.storage.files import (
   sync_folder,
 )
 
-_LOCK = ".lock"  # in a folder that is being written
+_LOCK = ".lock"  # name of the lock in a folder that is being written
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -62,7 +62,7 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
   if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
     raise FileNotFoundError(
-      f"{directory} is not a directory: give a local one, or a URL such as gs://bucket/folder;"
+      f"{directory} is not a directory: give a local directory, or a URL, gs://bucket/folder;"
       " models are not downloaded by their name on a hub"
     )
   # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.
@@ -95,9 +95,10 @@ def open_to_read(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
-  """Context with a local file to write, for libraries that need its path; `path` has it at the end.
+  """Context with the path of a local file to write, whose content is in `path` at the end.
 
-  A local file is then on the disk; it is visible earlier, so write into a `new_directory`.
+  If `path` is local, the file is then on the disk. It is visible earlier: write into a
+  `new_directory`.
   """
   if isinstance(system, LocalFileSystem):
     with report_full_disk(pathlib.Path(path)):
@@ -112,7 +113,7 @@ def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]
 
 
 def write_bytes(system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
-  """Writes a small file; a local one is then on the disk."""
+  """Writes a small file; a local file is then on the disk."""
   if isinstance(system, LocalFileSystem):
     with replace_file(pathlib.Path(path)) as file:
       file.write(content)
@@ -146,11 +147,11 @@ def new_directory(
   with contextlib.ExitStack() as stack:
     try:
       stack.enter_context(locked(temporary / _LOCK))
-    except (BlockingIOError, FileNotFoundError):  # the other one may have finished meanwhile
+    except (BlockingIOError, FileNotFoundError):  # the other process may have finished meanwhile
       raise FileExistsError(
         f"{directory} is being written by another process: wait for it, or choose another directory"
       ) from None
-    for remnant in temporary.iterdir():  # of a process that was killed
+    for remnant in temporary.iterdir():  # files of a process that was killed
       if remnant.name != _LOCK:
         shutil.rmtree(remnant) if remnant.is_dir() else remnant.unlink()
     try:

@@ -28,7 +28,7 @@ from rlvr_jax.storage.files import (
 from rlvr_jax.storage.places import in_bucket
 
 REQUEST_S = 60.0  # deadline of a write into a bucket
-UNREACHABLE_S = 600.0  # for which programs that share objects ask a bucket again
+UNREACHABLE_S = 600.0  # seconds for which requests to a bucket without a response are repeated
 _AGAIN_S = 2.0
 _STALE_TRIES = 3
 _T = TypeVar("_T")
@@ -38,11 +38,11 @@ class Listed(NamedTuple):
   """An object in a listing."""
 
   size: int  # bytes
-  change: Hashable  # another one whenever the object was written; compared, never ordered
+  change: Hashable  # another value after each write of the object; compared, never ordered
 
 
 class Objects(Protocol):
-  """The objects of a folder; their names have at most one slash, as "draws/7"."""
+  """The objects of a folder; their names have at most one slash, such as "draws/7"."""
 
   def put(self, name: str, data: bytes) -> bool:
     """Writes an object unless it exists; returns whether it was written."""
@@ -94,7 +94,7 @@ class FolderObjects:
         _unless_stale(lambda: _link(temporary, path))  # fails if the name exists
         _unless_stale(lambda: sync_folder(path.parent))
     except FileExistsError:
-      return temporary.stat().st_nlink > 1  # this link was made, and the answer to it lost
+      return temporary.stat().st_nlink > 1  # this call has made the link, but the answer was lost
     finally:
       temporary.unlink(missing_ok=True)
     return True
@@ -114,7 +114,7 @@ class FolderObjects:
     return _unless_stale(lambda: self._get(name, size))
 
   def _get(self, name: str, size: int | None) -> bytes | None:
-    # No link is followed, and what is no file, such as a pipe, does not block.
+    # No symbolic link is followed, and opening a pipe does not block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     path = self._path(name)
     try:
@@ -200,8 +200,8 @@ def _describe(status: os.stat_result) -> Listed | None:
 class BucketObjects:
   """Objects of a bucket; implements `Objects`.
 
-  A bucket that does not respond is asked again; after `unreachable_s` seconds the methods raise
-  UnreachableError.
+  Requests are repeated while the bucket does not respond; after `unreachable_s` seconds the methods
+  raise UnreachableError.
   """
 
   def __init__(self, bucket: Bucket, unreachable_s: float):
@@ -260,7 +260,7 @@ def open_objects(
   Args:
     folder: the result of `parse_path`.
     guard: called before every write into a bucket, see `Bucket`; None for no guard.
-    unreachable_s: seconds for which a bucket that does not respond is asked again.
+    unreachable_s: seconds for which requests are repeated while the bucket does not respond.
   """
   if not in_bucket(folder):
     return FolderObjects(folder)

@@ -2,8 +2,8 @@
 
 A bucket has no locks, renames or appends. But an object is complete or absent, and a condition on
 its generation decides between writers. So a run whose workdir is in a bucket writes checkpoints and
-rollouts there, as objects, and its logs into a folder on this machine, its staging folder, from
-which `Workdir.publish` puts changed files into the bucket.
+rollouts there, as objects. It writes its logs into a folder on this machine, the staging folder;
+`Workdir.publish` copies changed files from there into the bucket.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, Bucket
 from rlvr_jax.storage.files import TEMPORARY, make_locked_folder, path_within, replace_path
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
-_STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
+_STAGING = "rlvr_jax_staging_"  # prefix of the names of staging folders
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
-_FORMER = re.compile(r".+\.jsonl/\d{8,}")  # a part of a file of lines
+_FORMER = re.compile(r".+\.jsonl/\d{8,}")  # part of a log, as a former version stored it
 
 
 def parse_path(
@@ -105,10 +105,10 @@ class Workdir:
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Raises ValueError as `parse_path` does."""
+    """Opens the folder; raises the ValueError of `parse_path`."""
     self.path = self.local = parse_path("--workdir", path)
     self._guard: Callable[[], float] = lambda: math.inf
-    self._published: dict[str, tuple[int, int]] = {}  # sizes and times of files in the bucket
+    self._published: dict[str, tuple[int, int]] = {}  # (size, time) of published files, by name
     if in_bucket(self.path):
       staging, self._lock = make_locked_folder(_STAGING)
       self.local = path_within(staging, self.path.name)
@@ -119,7 +119,7 @@ class Workdir:
     self._guard = guard
 
   def guard(self) -> float:
-    """Seconds for which this process certainly may write; raises if it may not."""
+    """Seconds for which this process certainly may write; raises if it may not write."""
     return self._guard()
 
   def bucket(self) -> Bucket:
@@ -149,7 +149,7 @@ class Workdir:
       if is_within:
         path.mkdir(exist_ok=True)
       elif name != OWNER:
-        with replace_path(path) as temporary:  # half a file would be put over the whole one
+        with replace_path(path) as temporary:  # an incomplete copy must not be published
           temporary.write_bytes(bucket.read(name))
         self._published[name] = _size_and_time(path)
 

@@ -50,7 +50,7 @@ def make_run(
   *,
   initial: Params,
 ) -> Run:
-  """The objects of a run.
+  """Makes the objects of a run from its parts.
 
   Args:
     parts, rows, log, checkpointer, store: parts, rows, log, checkpointer and store of the run.
@@ -208,7 +208,7 @@ def make_training_sampler(
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
-  """The record with which a later run repeats draws that depend on the clock."""
+  """The settings of this run's sampler that a later run needs to repeat its draws exactly."""
   if not sources.live:
     return {}
   settings = sources.live[0].programs.settings
@@ -245,7 +245,7 @@ def with_fleet(run: Run, sampler: FleetSampler) -> Run:
 
 
 def begin(run: Run, state: TrainState) -> RunState:
-  """Evaluates and saves this state as step 0."""
+  """The state of a new run, which has been evaluated and saved as step 0."""
   now = RunState(0, state, run.batches.position(), dict(run.log.counters))
   now = evaluate(run, now)
   save(run, now)
@@ -253,13 +253,13 @@ def begin(run: Run, state: TrainState) -> RunState:
 
 
 def resume(run: Run, resumed: Resumed) -> RunState:
-  """Continues from a checkpoint."""
+  """Restores the objects of a run from a checkpoint, and returns its state."""
   host, position = resumed.host, resumed.host.position
   run.log.resume(host.counters, host.evaluation)
   run.policies.restore(host.fingerprints)
   run.scorer.restore(host.scored_at, resumed.arrays)
   if resumed.damaged:
-    # They are sampled again, so drawing goes on behind the batch before them.
+    # Damaged batches are sampled again: the next problems drawn are those of the first one.
     missing = min(resumed.damaged)
     before = run.store.info(missing - 1)["after"] if missing else None
     position = Position(**before) if before else run.batches.position()

@@ -2,7 +2,7 @@
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
-The order within a step is fixed: a killed and resumed run repeats the uninterrupted one bit for bit
+The order within a step is fixed: a killed and resumed run repeats an uninterrupted run bit for bit,
 on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
 """
 
@@ -39,10 +39,10 @@ class RunState(NamedTuple):
 
   step: int  # number of updates so far
   state: TrainState  # donated by the next update
-  position: Position  # of drawing, behind the last batch that was complete at the last update
-  counters: Mapping[str, float]  # of the run log, likewise
-  evaluation: Mapping[str, float] = {}  # the last one
-  evaluated: int = -1  # number of updates before it
+  position: Position  # the state of drawing problems after the last complete batch
+  counters: Mapping[str, float]  # the totals that the run log had after the last update
+  evaluation: Mapping[str, float] = {}  # results of the last evaluation
+  evaluated: int = -1  # number of updates before the last evaluation
 
 
 class Plan(NamedTuple):
@@ -50,16 +50,16 @@ class Plan(NamedTuple):
 
   num_updates: int
   schedule: Schedule
-  save_every: int  # updates
-  keep: int  # the latest checkpoints
-  keeps_used: bool  # whether batches stay in the store that no resumed run needs
-  reads_first: bool  # whether metrics of an update are read before the next one takes a buffer
+  save_every: int  # number of updates between checkpoints
+  keep: int  # number of latest checkpoints that are kept
+  keeps_used: bool  # whether the store keeps batches that no resumed run needs
+  reads_first: bool  # whether an update's metrics are read before the next update is prepared
 
   def saves(self, step: int) -> bool:
     """Whether the run is saved after this many updates.
 
-    It is also saved before more batches are sampled than there are updates between checkpoints, so
-    that damaged batches can be sampled again from this checkpoint.
+    Besides every `save_every` updates, the run is saved before a refresh that samples more than
+    `save_every` batches: if one is damaged, a resumed run samples it again from that checkpoint.
     """
     if step % self.save_every == 0:
       return True
@@ -106,14 +106,14 @@ class Run:
 
 
 def train(run: Run, now: RunState) -> RunState:
-  """Runs updates until the last one. A killed and resumed run repeats the uninterrupted one.
+  """Runs all updates that are left. A killed and resumed run repeats an uninterrupted run.
 
   Raises:
     EndRequestedError: shutdown was requested before the last update; the run has been saved.
     SamplerStoppedError: the sampler gave no next batch; the run has been saved.
   """
   try:
-    now = evaluate_and_save(run, now)  # where a shutdown has interrupted the last evaluation
+    now = evaluate_and_save(run, now)  # in case a shutdown has interrupted the last evaluation
     for step in range(now.step, run.plan.num_updates):
       run.log.before_update(step + 1)
       with multihost.phase("generation"):
@@ -153,7 +153,7 @@ def next_batch(run: Run, now: RunState) -> Batch:
 
 
 def update(run: Run, now: RunState, batch: Batch) -> RunState:
-  """Dispatches one update, then waits for the record of the previous one."""
+  """Dispatches one update, then waits for the record of the previous update."""
   plan, programs, frozen = run.plan, run.programs, run.frozen.trainer
   if plan.reads_first:
     run.log.finish_update()
@@ -243,13 +243,13 @@ def save(run: Run, now: RunState) -> None:
   )
   complete = run.checkpointer.steps()[-run.plan.keep :]
   if complete and not run.plan.keeps_used:
-    # Batches that a run resumed from the last checkpoints may train on are kept.
+    # A run that resumes from one of the last checkpoints may train on these batches: keep them.
     needed = run.plan.schedule.first(complete[0])
     multihost.run_on_first(lambda: remove_used(run.store, needed), None)
 
 
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
-  """The update from which pending batches can be sampled again; None without pending batches."""
+  """The update whose checkpoint can sample all pending batches again; None if none is pending."""
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0
   first = schedule.first(now.step)

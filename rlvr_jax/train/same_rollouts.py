@@ -29,7 +29,7 @@ from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method, estimate_coefficients
 
-_PART = 2**20  # entries
+_PART = 2**20  # entries of each vector that are multiplied at once
 
 
 def load_recipe(name: str) -> ConfigDict:
@@ -127,7 +127,7 @@ def gradient_function(
     raise ValueError(
       "the recipe has a teacher, but these rollouts lack its log-probabilities; leave it out"
     )
-  method = method._replace(  # what the batch has, whatever the recipe would record
+  method = method._replace(  # the batch decides what is recorded, not the recipe
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,
     replays_routes=trained.replays_routes,
@@ -174,7 +174,7 @@ def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
 class Comparison(NamedTuple):
   """Metrics of several recipes, each applied to the same batch of rollouts."""
 
-  names: list[str]  # of the recipes, grpo first
+  names: list[str]  # names of the recipes, grpo first
   lags: list[int]  # updates between recording and gradient, ascending
   numbers: dict[int, dict[str, dict[str, float]]]  # lag → recipe → metric → value
   cosines: dict[int, np.ndarray]  # lag → f64[M, M] of the gradients' directions

@@ -228,7 +228,7 @@ def check_teachers(parts: Parts) -> None:
 def announce_data(
   schedule: Schedule, logged: LoggedRun, groups: int, dynamic_sampling: bool
 ) -> None:
-  """Prints how often a run will see its problems; warns if it sees demonstrations too often.
+  """Prints how often a run will see its problems; warns of too many passes over demonstrations.
 
   Args:
     schedule: the schedule of the run.
@@ -301,20 +301,20 @@ def _check_workdir(
 
 
 def _record_rows(workdir: Workdir, layout: Mapping[str, JSON], tokens: RowTokens) -> None:
-  """Records the rows that the first batch has chosen; `layout`: without them."""
+  """Records the rows that the first batch has chosen; `layout` is the layout without rows."""
   write_rows(workdir.local, tokens)
   _write_layout(workdir, {**layout, **row_fields(tokens)})
   workdir.publish(ROWS_FILE, LAYOUT_FILE)
 
 
 def _write_layout(workdir: Workdir, layout: Mapping[str, JSON]) -> None:
-  """Says which machine has started or resumed the run, and how work is laid out there."""
+  """Records the machine that has started or resumed the run, and the layout of work on it."""
   with replace_file(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout) + "\n").encode())
 
 
 def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:
-  """The store; the first process repairs the files of a killed run before the others read them."""
+  """The run's store; the first process repairs files of a killed run before others read them."""
 
   def open_store(writable: bool) -> RolloutStore:
     folder = workdir.path / ROLLOUTS_FOLDER
@@ -333,9 +333,9 @@ def _open_writer(
 
   Args:
     workdir: the workdir of the run.
-    records: after which it continues, see `restore.last_records`.
+    records: the records after which the writer continues, see `restore.last_records`.
     tracked_by: names of `writer.TRACKERS`.
-    config: for them, as JSON.
+    config: the run's configuration, for the trackers; JSON.
   """
   return open_writer(
     workdir.local,
@@ -349,7 +349,12 @@ def _open_writer(
 def _fleet_sampler(
   parts: Parts, run: Run, workdir: Workdir, identity: Mapping[str, str]
 ) -> FleetSampler:
-  """The samplers of a run that meet it in its workdir; `identity`: from `identify`."""
+  """The sampler of a run with a fleet, which it meets in its workdir.
+
+  Args:
+    parts, run, workdir: parts, objects and workdir of the run.
+    identity: the result of `identify`.
+  """
   if not isinstance(run.sampler, LocalSampler):
     raise TypeError(f"examples come from a local sampler, not from {type(run.sampler).__name__}")
   config, network = parts.config, parts.model.config

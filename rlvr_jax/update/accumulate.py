@@ -42,7 +42,7 @@ def update_gradient(
   method: Method,
   teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """((surrogate loss f32[], metrics), the loss's gradient) of one update, by both phases.
+  """The surrogate loss f32[] with metrics, and the loss's gradient, of one update, by both phases.
 
   Args:
     trained: the parameters with respect to which the gradient is taken.
@@ -59,7 +59,7 @@ def update_gradient(
     )
     return (loss, {**constants.metrics, **metrics}), gradient
 
-  # The first phase of a single micro-batch: it needs no forward pass of its own.
+  # With a single micro-batch, the first phase uses the forward pass of the second.
   def constants_of(scores, forward):
     return make_constants(trained, frozen, batch, scores, forward, estimate, key, method=method)
 
@@ -86,7 +86,7 @@ def first_phase(
   method: Method,
   teacher: Any = None,
 ) -> Constants:
-  """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
+  """Phase 1 under accumulation, with a separate forward pass if `method.has_first_phase`."""
   scores, forward = None, None
   if method.has_first_phase:
     scores, forward = batch_forward(
@@ -103,10 +103,10 @@ def policy_logprobs(
   method: Method,
   sampling: Sampling | None = None,
 ) -> tuple[Array, Array]:
-  """log π and the entropy (nats) of every loss token, each f32[P, G, T].
+  """The log-probability and the entropy (nats) of every loss token, each f32[P, G, T].
 
   Args:
-    sampling: the distribution to score, if it is not π; None: π.
+    sampling: the distribution to score; None: π.
   """
   method = method._replace(gram=None)
   scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
@@ -124,7 +124,7 @@ def batch_forward(
   squares: bool = False,
   teacher: Any = None,
 ) -> tuple[Scores, Forward | None]:
-  """`policy_forward` of a full batch, micro-batch by micro-batch."""
+  """The results of `policy_forward` for a full batch, micro-batch by micro-batch."""
   part = functools.partial(
     policy_forward,
     trained,
@@ -143,7 +143,7 @@ def batch_forward(
   def add(index, total, length):
     (scores, forward), (more_scores, more_forward) = total, part(index, length=length)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
-    # A token's values are 0 in every micro-batch but its own.
+    # A token's values are 0 in all micro-batches except its own.
     return jax.tree.map(jnp.add, scores, more_scores), jax.tree.map(put, forward, more_forward)
 
   scores, forward = jax.eval_shape(part)
@@ -163,13 +163,13 @@ def second_phase(
   method: Method,
   teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """Phase 2 under accumulation: ((surrogate loss f32[], metrics), the loss's gradient).
+  """Phase 2 under accumulation: the surrogate loss f32[] with metrics, and the loss's gradient.
 
   The sums Σ total and Σ weight are divided only at the end, so that several micro-batches give the
   gradient of one batch.
   """
   method = method._replace(gram=None)  # phase 1 has used it
-  # Those of phase 1 are of the full batch: `update_gradient` adds them, once.
+  # `update_gradient` adds the metrics of phase 1 once, since they are those of the full batch.
   without_metrics = constants._replace(metrics={})
 
   def micro(index, length=None):
@@ -208,7 +208,7 @@ def second_phase(
 def divide_sums(
   total: Array, weight: Array, metrics: Metrics, gradient: Params, trained: Params
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """Divides sums over a full batch: ((total/weight, metrics), gradient/weight)."""
+  """Divides sums over a full batch: returns ((total/weight, metrics), gradient/weight)."""
   weight = jnp.where(weight == 0, 1, weight)  # without loss tokens the total and the loss are 0
   gradient = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), gradient, trained)
   return (total / weight, metrics), gradient
@@ -226,7 +226,7 @@ def micro_gradient(
   squares: bool = False,
   teacher: Any = None,
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
-  """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
+  """One micro-batch's ((Σ total, (Σ weight, metrics)), gradient of Σ total).
 
   The network runs forward and backward once. Its log-probabilities give the constants; then the
   loss's gradient with respect to the log-probabilities is pulled back through the network.
@@ -234,7 +234,7 @@ def micro_gradient(
   Args:
     batch: the batch, with a mask that is 0 for the tokens of other micro-batches.
     index: the index of the micro-batch.
-    constants_of: (scores, the forward pass that the Gram matrix needs or None) → constants.
+    constants_of: (scores, results that the Gram matrix needs, or None) → constants.
     length, squares, teacher: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(

@@ -1,4 +1,4 @@
-"""How far a sampler's log-probabilities are from an update's, and how often tokens were drawn."""
+"""Compares a sampler with an update: log-probabilities, and how often tokens are drawn."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def response_logprobs(
 class Draws(NamedTuple):
   """Counts of drawn tokens in each of the n probability bins `ops.logprobs.PROBABILITY_BINS`."""
 
-  drawn: Array  # f32[n], tokens
-  expected: Array  # f32[n], the bins' mass under the distributions that were drawn from
-  variance: Array  # f32[n], of `drawn` about it
+  drawn: Array  # f32[n], number of drawn tokens
+  expected: Array  # f32[n], expectation of `drawn` under the distributions that were drawn from
+  variance: Array  # f32[n], variance of `drawn`
 
 
 class Gap(NamedTuple):
   """A sampler's deviation from the forward pass of updates."""
 
-  mean: Array  # f32[], of |log p − behavior_logprobs| over tokens, nats
-  largest: Array  # f32[], nats
+  mean: Array  # f32[], mean of |log p − behavior_logprobs| over tokens, nats
+  largest: Array  # f32[], maximum of |log p − behavior_logprobs|, nats
   draws: Draws
 
 
@@ -83,10 +83,10 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 
 
 def draw_z(draws: Draws) -> Array:
-  """f32[], the largest |drawn − expected|/√variance over bins with a variance of at least 5; or 0.
+  """The largest |drawn − expected|/√variance, f32[], of bins with variance ≥ 5, or 0 without any.
 
-  Draws are independent given the preceding tokens. So, without a bug, each bin's term is about the
-  absolute value of a standard normal variable.
+  Draws are independent given the preceding tokens. So, without a bug, each bin's value is
+  approximately the absolute value of a standard normal variable.
   """
   z = jnp.abs(draws.drawn - draws.expected) / jnp.sqrt(jnp.maximum(draws.variance, 1e-30))
   return jnp.max(jnp.where(draws.variance >= 5, z, 0.0))

@@ -36,7 +36,7 @@ from rlvr_jax.update.objective import (
 from rlvr_jax.update.teaching import add_taught
 
 Diagnostics: TypeAlias = tuple[dict[str, Array], dict[str, Array]]  # (metrics, arrays)
-# The array of what befell a token → the metric that is its mean.
+# Array of marks on tokens → the metric that is its mean.
 MARKS = {
   "token_clipped": "loss/clip_fraction",
   "token_dropped": "correction/dropped",
@@ -63,9 +63,9 @@ def measure(
     teacher: as for `step.train_step`.
     method: the components of the update.
     gram: computes the Gram matrix. The Gram matrix of the other feature of `geometry.FEATURES` is
-      that of the output head.
+      computed from the output head's gradients.
     compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
-      compared with that of `gram`. "" for no comparison.
+      compared with the result of `gram`. "" for no comparison.
   Returns:
     Scalars, see `geometry.diagnostics`; scalars of the other feature have its name as suffix. For
     a mixture of experts also the largest load of each layer and the share of recorded choices that
@@ -79,7 +79,7 @@ def measure(
   key = key_for(method.seed, "reweighting", state.step)
   constants = first_phase(params, frozen, batch, estimate, key, method=method, teacher=teacher)
   coefficients, in_loss, _ = constants.estimate
-  # Those of tokens are not reweighted; the geometry is of rollouts.
+  # Coefficients of tokens are not reweighted, and the geometry concerns rollouts.
   reweighted = coefficients if in_loss.ndim == 3 else constants.coefficients
   with_forward = method._replace(gram=gram._replace(needs_forward=True))
   scores, forward = batch_forward(params, frozen, batch, method=with_forward, teacher=teacher)
@@ -123,7 +123,7 @@ def measure(
 def of_tokens(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> dict[str, Array]:
-  """Measurements of the update at each token, [P, G, T]; only entries of loss tokens have meaning.
+  """Measurements of the update at each token, [P, G, T]; entries at other tokens are arbitrary.
 
   Returns:
     token_log_ratio: log π/β, nats.
@@ -151,7 +151,7 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of W_t − W_0, the head's change since the start, and its share of the total change."""
+  """Metrics of the head's change since the start, W_t − W_0, and its share of the total change."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head
@@ -164,6 +164,6 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
 
 
 def mean_entropy(trained: Params, frozen: Params, batch: TrainBatch, *, method: Method) -> Array:
-  """f32[], mean entropy over loss tokens, nats per token."""
+  """The mean entropy over loss tokens, f32[], nats per token."""
   _, entropy = policy_logprobs(trained, frozen, batch, method=method)
   return masked_mean(entropy, batch.mask)

@@ -29,7 +29,7 @@ def linear(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: the fraction of the peak that the rate would reach one update after the
-      last: of a rate that falls to 0, no update is wasted.
+      last update, so that no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
@@ -46,7 +46,7 @@ def cosine(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: the fraction of the peak that the rate would reach one update after the
-      last: of a rate that falls to 0, no update is wasted.
+      last update, so that no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)

@@ -48,9 +48,9 @@ class Method(NamedTuple):
     optimizer: an optax transformation.
     learning_rate: the optimizer's learning rate as a function of the number of updates; only
       metrics use it.
-    advantage: rewards → coefficients, see `advantages.Advantage`.
+    advantage: maps rewards to coefficients, see `advantages.Advantage`.
     coefficient_metrics: (coefficients, rewards, correct, valid) → metrics.
-    reweighting: coefficients → coefficients, see `reweighting.Reweighting`.
+    reweighting: changes the coefficients, see `reweighting.Reweighting`.
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
@@ -101,7 +101,7 @@ class Method(NamedTuple):
 
   @property
   def has_first_phase(self) -> bool:
-    """Whether a batch of several micro-batches needs a forward pass before the gradient's."""
+    """Whether a batch of several micro-batches needs a forward pass before the gradient's pass."""
     needs_scores = self.loss.statistics is not None or self.expert_balance > 0
     return self.needs_gram or needs_scores or bool(self.measured)
 
@@ -135,39 +135,39 @@ class Scores(NamedTuple):
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
-  load: Load | None = None  # of a mixture's experts
-  changes: RouteChanges | None = None  # since sampling, where routes are recorded
-  masses: tuple[Array, ...] | None = None  # f32[P, G, T] of each bin, see `ops.logprobs`
+  load: Load | None = None  # the load of a mixture's experts
+  changes: RouteChanges | None = None  # changes of routes since sampling, if routes are recorded
+  masses: tuple[Array, ...] | None = None  # f32[P, G, T] for each bin, see `ops.logprobs`
   squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
-  taught: Taught | None = None  # f32[P, G, T], of a teacher that the forward pass compares with
+  taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if the pass makes it
 
 
 class Estimate(NamedTuple):
   """The results of the advantage for a batch, constant for differentiation."""
 
-  coefficients: Array  # f32[P, G]
-  in_loss: Array  # f32[P, G] or f32[P, G, T], what the loss gets before a reweighting
+  coefficients: Array  # f32[P, G], a coefficient per rollout
+  in_loss: Array  # f32[P, G] or f32[P, G, T], the coefficients for the loss, before a reweighting
   metrics: Metrics
 
 
-Estimator = Callable[[TrainBatch], Estimate]  # of a batch with what the advantage needs
+Estimator = Callable[[TrainBatch], Estimate]  # takes a batch with all fields the advantage needs
 
 
 class Constants(NamedTuple):
   """Inputs of the loss that are constant for differentiation."""
 
   coefficients: Array  # f32[P, G], reweighted; or f32[P, G, T]
-  statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
+  statistics: Any  # the loss's statistics of the full batch, see `losses.Loss`, or None
   metrics: Metrics
   estimate: Estimate
-  balance: Balance | None = None  # of experts; None without that term
+  balance: Balance | None = None  # the balance loss of experts, or None
 
 
 class Balance(NamedTuple):
   """The balance loss of experts as a linear function of their probabilities."""
 
   weights: Array  # [layers, E], see `ops.expert_load.balance_weights`
-  scale: Array  # f32[], coefficient, times the full batch's weight, which divides the sum
+  scale: Array  # f32[], coefficient × the full batch's weight, by which the sum is divided later
 
 
 def policy_forward(
@@ -195,7 +195,7 @@ def policy_forward(
     teacher: (trained, frozen) parameters of the teacher with which the method compares the policy;
       None for no comparison.
   Returns:
-    The scores; and the results that the Gram matrix needs, for M = 1 micro-batch, or None.
+    The scores; and the results that the Gram matrix needs, with M = 1, or None.
   """
   params = method.model.combine(trained, frozen)
   is_mixture = method.model.config.num_experts > 0
@@ -209,7 +209,7 @@ def policy_forward(
     )
     P, G, T = batch.tokens.shape
     if is_mixture:
-      # Tokens behind the last one that counts change nothing.
+      # Tokens after the last loss token change nothing.
       lengths = jnp.max(jnp.where(batch.mask > 0, jnp.arange(1, T + 1), 0), axis=-1)
       hidden, own, probabilities = method.model.response_routed(
         params, batch.prompts, batch.tokens, replayed, lengths
@@ -259,11 +259,11 @@ def policy_forward(
 def _routing_of(
   own: Array | Routes, recorded: Array | Routes | None, probabilities: Array, method: Method
 ) -> tuple[Load, RouteChanges | None]:
-  """The load of experts, and what has changed since sampling if routes are recorded.
+  """The load of experts, and the changes of routes since sampling if routes are recorded.
 
   Args:
-    own: the routers' choice; negative where there is no token.
-    recorded: the sampler's.
+    own: the routers' present choice; negative where there is no token.
+    recorded: the sampler's choice, or None.
     probabilities: [layers, E], see `ops.expert_load`.
   """
   add = lambda *parts: jax.tree.map(lambda *x: sum(x), *parts)
@@ -282,10 +282,10 @@ def _routing_of(
 def recorded_routes(
   batch: TrainBatch, micro_batch: Array | int = 0, length: int | None = None
 ) -> Array | Routes | None:
-  """The sampler's routes in the network's input format; None if they are not recorded.
+  """The sampler's routes as the network takes them; None if they are not recorded.
 
-  For packed rows these are [R, length, layers, k], at the first `length` places of a micro-batch's
-  rows; for a padded batch they are `Routes`.
+  For packed rows they are an array [R, length, layers, k] for the first `length` places of a
+  micro-batch's rows; for a padded batch they are `Routes`.
   """
   if batch.packed is not None and batch.packed.routes is not None:
     routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)
@@ -296,20 +296,20 @@ def recorded_routes(
 
 
 def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
-  """Recorded routes, moved from predicted tokens to the input tokens."""
+  """Recorded routes, moved from the predicted tokens to the input tokens that predict them."""
   prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
   last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
   return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether a micro-batch predicts each response token, bool[P, G, T]."""
+  """For each response token, whether this micro-batch predicts it, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
 
 
 def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether a place of a micro-batch's rows predicts a token, bool[R, L]."""
+  """For each place of a micro-batch's rows, whether it predicts a token, bool[R, L]."""
   _, R, L = packed.tokens.shape
   is_inside = in_micro_batch(packed, micro_batch)
   places = jnp.where(is_inside, packed.places - micro_batch * R * L, R * L)
@@ -341,7 +341,7 @@ def select_rows(
 
 
 def _lengthen(values: Array, length: int | None) -> Array:
-  """Values of the first places of rows, [R, …], followed by zeros up to [R, length, …]."""
+  """Values of the first places of rows, padded with zeros to [R, length, …]."""
   missing = 0 if length is None else length - values.shape[1]
   return jnp.pad(values, [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2))
 
@@ -383,7 +383,7 @@ def make_constants(
   *,
   method: Method,
 ) -> Constants:
-  """The loss's constants, given the forward pass of the full batch if anything needs it.
+  """The loss's constants, from the forward pass of the full batch if `method` needs it.
 
   Args:
     estimate: gets the batch with the policy's values that the advantage needs.
@@ -419,7 +419,7 @@ def make_constants(
 def _with_measured(
   batch: TrainBatch, scores: Scores | None, gram: Array | None, method: Method
 ) -> TrainBatch:
-  """The batch with what the advantage needs to know of the policy before the update."""
+  """The batch with the fields `method.measured`, which the forward pass measured."""
   fields: dict[str, Any] = {}
   if scores is not None:
     fields["policy_logprobs"] = scores.logprobs
@@ -456,7 +456,7 @@ def loss_statistics(
 def policy_losses(
   logprobs: Array, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, Array, Array, Metrics]:
-  """(coefficients, losses [P, G, T], the mask for the aggregation, metrics) of loss and veto.
+  """The results of loss and veto: (coefficients, losses [P, G, T], mask to aggregate, metrics).
 
   Metrics keep the marks of tokens, see `types.Mean`. Coefficients and losses include the teacher's
   part. A vetoed token loses its reward part and its teacher part, whether or not it stays in the
@@ -477,7 +477,7 @@ def policy_losses(
 def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
-  """(Σ total, (Σ weight, metrics)) of one micro-batch, as a function of its scores."""
+  """One micro-batch's (Σ total, (Σ weight, metrics)), as a function of its scores."""
   logprobs, entropy, load, changes, *_, taught = scores
   batch, teaching = add_taught(batch, taught), method.teaching
   coefficients, losses, mask, metrics = policy_losses(logprobs, batch, constants, method=method)

@@ -1,4 +1,4 @@
-"""The optimizers that `config.optimizer` names: optax's, with our defaults.
+"""The optimizers that `config.optimizer` names: optimizers of optax, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
 the learning rate, and not applied to norms, biases, and the rates at which states decay.
@@ -143,7 +143,7 @@ def sgd(
 
 def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
   for name, value in decays.items():
-    # At 1 an average keeps its first value, 0, and its correction for that divides by 0.
+    # With decay 1, an average stays at its first value, 0, and the bias correction divides by 0.
     check_between(owner, name, value, low=0.0, high=1.0, open_high=True)
   check_between(owner, "weight_decay", weight_decay, low=0.0)
 
@@ -158,12 +158,12 @@ def clip_gradients(
 
 
 def decay_mask(params: Params) -> Any:
-  """A pytree of bools: whether weight decay applies to a parameter, see `_NOT_DECAYED`."""
+  """A pytree of bools, whether weight decay applies to each parameter; see `_NOT_DECAYED`."""
   return jax.tree.map(lambda excluded: not excluded, _match_paths(_NOT_DECAYED, params))
 
 
 def _match_paths(pattern: str, params: Params) -> Any:
-  """A pytree of bools: whether the regular expression is found in a parameter's path."""
+  """A pytree of bools, whether each parameter's path contains a match of the pattern."""
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return jax.tree_util.tree_map_with_path(
     lambda path, _: re.search(pattern, name(path)) is not None, params

@@ -1,7 +1,7 @@
 """One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient equal those of the full batch: `accumulate`
-sums over micro-batches, and `objective` computes the part of one micro-batch. The optimizer
+Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
+sums over micro-batches, and `objective` computes the terms of one micro-batch. The optimizer
 proposes new parameters, which are applied if loss and gradient are finite.
 """
 
@@ -24,7 +24,7 @@ from rlvr_jax.update.objective import Method, estimate_coefficients
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
   """The state before the first update; `initial_entropy` f32[] in nats per token."""
-  # Distinct arrays: a donated state must not have the same buffer twice.
+  # The arrays are distinct, since a donated state must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
     params=trained,

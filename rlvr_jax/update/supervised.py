@@ -1,4 +1,4 @@
-"""A short supervised phase on demonstrations, from which an untrained policy can begin RL."""
+"""A short supervised phase on demonstrations, after which an untrained policy can begin RL."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def supervised_step(
     frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
     solutions: i32[P, T], right-padded, stop tokens included.
-    mask: bool[P, T], the tokens to learn: those that the policy would generate.
+    mask: bool[P, T], the tokens to learn, which are those that the policy would generate.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
   trained, opt_state = state
   tokens = solutions[:, None]  # a group of one
   mask = mask[:, None].astype(jnp.float32)
-  # The last turn of a demonstration is the policy's.
+  # The last turn of a demonstration is a turn of the policy.
   lengths = jnp.max(jnp.where(mask > 0, jnp.arange(mask.shape[-1]) + 1, 0), axis=-1)
 
   def loss(trained):
@@ -72,7 +72,7 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with the number and the loss of a step. The call comes one report later, so that
+    report: called with the number and the loss of a step, at the time of the next report, so that
       the devices are not idle.
     report_every: steps between reports; the last step is reported too.
   Raises:

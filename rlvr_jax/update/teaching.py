@@ -1,4 +1,4 @@
-"""A teacher's part in the objective: in advantages or losses, and in metrics."""
+"""A teacher's terms in the advantages, the losses and the metrics."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class Teaching(NamedTuple):
     """The teacher's results for rows of a micro-batch; None if they were computed before.
 
     Args:
-      teacher: the teacher's (trained, frozen) parameters; None if this forward pass compares
-        nothing.
+      teacher: the teacher's (trained, frozen) parameters; None if this pass makes no comparison.
       tokens, rows: i32[R, L], see `Packed`.
     """
     if self.distillation.divergence is None or teacher is None:
@@ -75,7 +74,7 @@ class Teaching(NamedTuple):
     return TeacherHead(hidden, head, self.temperature, self.distillation.divergence)
 
   def metrics(self, logprobs: Array, batch: TrainBatch) -> Metrics:
-    """Estimates of KL(π‖τ) from the loss tokens, nats, and the teacher's entropy."""
+    """Metrics: estimates of KL(π‖τ) from the loss tokens, nats, and the teacher's entropy."""
     mask, teacher, entropy = batch.mask, batch.teacher_logprobs, batch.teacher_entropy
     assert teacher is not None and entropy is not None, "the batch has no teacher's scores"
     values = {
@@ -95,7 +94,7 @@ class Teaching(NamedTuple):
 
 
 def add_taught(batch: TrainBatch, taught: Taught | None) -> TrainBatch:
-  """The batch with the teacher's values from the update's forward pass, if it computed them."""
+  """The batch with the teacher's values, if the update's forward pass computed them."""
   if taught is None:
     return batch
   logprobs, entropy = jax.lax.stop_gradient((taught.logprobs, taught.entropy))

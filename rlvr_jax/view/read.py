@@ -34,11 +34,11 @@ from rlvr_jax.train.reporting import advice
 from rlvr_jax.train.setup.build import make_schedule
 from rlvr_jax.types import RECORDED, TrainBatch
 
-DEFAULT_BATCHES = "default"  # the first, the last, and eight between
+DEFAULT_BATCHES = "default"  # the first batch, the last, and eight between
 BETWEEN = 8
-MAX_ROUTE_BYTES = 2**24  # of a batch's routes; with more, only some layers are shown
-_OUTPUT_FILE = "output.log"  # what a run of a sweep has printed
-# What a measurement has of each loss token, by the name that the page has for it.
+MAX_ROUTE_BYTES = 2**24  # the most bytes of a batch's routes; of more, only some layers are shown
+_OUTPUT_FILE = "output.log"  # the printed output of a run of a sweep
+# Names of a measurement's arrays of loss tokens, by their names on the page.
 _MEASURED = {
   "ratio": "token_log_ratio",
   "proximal": "token_log_ratio_proximal",
@@ -50,11 +50,11 @@ _MEASURED = {
 _BOUNDED = ("clipped", "dropped", "vetoed")
 _WARNING = "warning: "
 _REPEATS = 0.12  # a text that compresses to less than this share of its bytes repeats itself
-_LONG = 200  # characters from which on a text may be called repetitive
+_LONG = 200  # shorter texts, in characters, are never called repetitive
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_SHARED = ("prompt", "messages", "answer", "tokens")  # fields of samples that groups or arrays have
+_SHARED = ("prompt", "messages", "answer", "tokens")  # sample fields that groups or arrays have
 _ODD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]")
-_MOST_BYTES = 4  # of a character in UTF-8
+_MOST_BYTES = 4  # the most bytes of a character in UTF-8
 _FIELD = re.compile(r"(-?\d+)(?::(-?\d+))?")
 
 
@@ -70,10 +70,10 @@ class Run(NamedTuple):
 
   folder: pathlib.Path
   config: JsonObject
-  # batch → the updates on it, ascending, counted from 1; {}: the schedule is its author's code, or
-  # needs files that are gone
+  # batch → the updates that train on it, ascending, counted from 1; {} if the schedule is a user's
+  # own code, or needs files that are gone
   updates: dict[int, list[int]]
-  tokenizer: Tokenizer | None  # None: its files are elsewhere
+  tokenizer: Tokenizer | None  # None: its files are not here
   advantage: Advantage | None  # None: rewards alone do not determine it
 
 
@@ -101,7 +101,7 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     raise ValueError(str(error)) from error
   if not numbers:
     raise ValueError(
-      f"{flag}={folder}: its store has no batch, or they were removed (config.store.keep_used)"
+      f"{flag}={folder}: its store has no batches, or they were removed (config.store.keep_used)"
     )
   return Run(folder, config, _updates(config), _tokenizer(config), _advantage(config))
 
@@ -112,7 +112,7 @@ def stored_numbers(folder: pathlib.Path) -> list[int]:
 
 
 def _updates(config: JsonObject) -> dict[int, list[int]]:
-  """The updates on each batch; {} if its author's code decides that: it is not imported."""
+  """The updates on each batch, see `Run`; a user's own code is not imported."""
   with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
     name, updates, seed = config["schedule"], config["num_updates"], config["seed"]
     if not any(specs.outside_package(name)):
@@ -132,7 +132,7 @@ def _tokenizer(config: JsonObject) -> Tokenizer | None:
 
 
 def _advantage(config: JsonObject) -> Advantage | None:
-  """The run's estimator, if stored rollouts determine its result: no state, no policy."""
+  """The run's estimator; None if its result needs more than rollouts, or if it is a user's own."""
   with contextlib.suppress(KeyError, ValueError, OSError, TypeError):
     if any(specs.outside_package(config["advantage"])):
       return None
@@ -146,11 +146,11 @@ def _advantage(config: JsonObject) -> Advantage | None:
 
 
 def read_summary(run: Run, base: Mapping[str, JSON]) -> Part:
-  """A run's metrics, its recipe as a difference to `base`, its messages, and its batches to load.
+  """A run's metrics, the difference of its recipe to `base`, its warnings, and a list of batches.
 
   Args:
     run: the result of `open_run`.
-    base: the configuration with which the run's is compared, JSON.
+    base: the configuration with which the run's configuration is compared; JSON.
   Returns:
     Arrays "PHASE|step" f64[n] and "PHASE|METRIC" f32[n], NaN where a record lacks the metric.
   """
@@ -186,8 +186,8 @@ def _number(value: object) -> float:
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
   """(update, text) of each of a run's warnings.
 
-  A run prints its warnings. Warnings about responses and padding are made again from its metrics.
-  For a run that a sweep has started, all warnings are read from its output.
+  Warnings are printed. For a run of a sweep, all of them are read from its stored output. For other
+  runs, warnings about responses and padding are made again from the metrics.
   """
   path = run.folder / _OUTPUT_FILE
   if path.exists():
@@ -199,7 +199,7 @@ def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | No
   for record in records:
     texts = advice.on_responses(record, record["step"], limit)
     settings = ml_collections.ConfigDict(batch)
-    with contextlib.suppress(AttributeError):  # fields of another version
+    with contextlib.suppress(AttributeError):  # another version has other fields
       texts |= advice.on_padding(record.get("rows/filled", 1.0), record["step"], settings)
     if skipped := record.get("update/skipped_in_a_row"):
       texts["skipped"] = f"the last {skipped:.0f} updates were not finite, and were skipped"
@@ -251,13 +251,13 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
 
 
 def _evenly(numbers: Sequence[int], count: int) -> list[int]:
-  """At most `count` of the numbers, with both ends."""
+  """At most `count` of the numbers, evenly spaced, with both ends."""
   places = np.linspace(0, len(numbers) - 1, count if numbers else 0).round().astype(int)
   return [numbers[place] for place in np.unique(places).tolist()]
 
 
 def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
-  """The ends of a range, where a negative one counts from the last batch."""
+  """The ends of a range; a negative number counts from the last batch."""
   low, high = (numbers[end] if -len(numbers) <= end < 0 else end for end in (ends[0], ends[-1]))
   return low, high
 
@@ -269,24 +269,24 @@ def read_batch(run: Run, number: int) -> Part:
   """Reads one batch: its groups and samples, and an entry for each token of its rollouts.
 
   Arrays of N tokens have the rollouts one after another, in the order [P, G], each cut to its
-  length; arrays of B = P·G one entry per rollout. An array is absent if the run did not store its
-  data:
+  length; arrays of B = P·G have one entry per rollout. An array is absent if the run did not store
+  its data:
 
-    token u16|u32[N]: index into the header's "vocabulary"; "characters" has the texts of tokens
-      that only together are a character, as [first token, text, number of tokens]
-    logprob f16[N]: log β, of the distribution sampled from, nats
+    token u16|u32[N]: index into the header's "vocabulary"; "characters" lists the characters that
+      several tokens form together, as [first token, text, number of tokens]
+    logprob f16[N]: log β under the distribution that was sampled from, nats
     mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
     expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names
-    advantage f32[B] or f16[N]: of the run's estimator, computed again from the stored rewards
+    advantage f32[B] or f16[N]: by the run's estimator, computed again from the stored rewards
 
-  Where diagnostics measured an update on the batch, and NaN at tokens that are not in its loss:
+  If diagnostics measured an update on the batch, with NaN at tokens that are not in its loss:
 
-    coefficient f32[B]: as the loss had it
+    coefficient f32[B]: the coefficient that the loss got
     ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  These arrays belong to the header's update "measured", the last measured update of "updates";
-  "unread" says why this measurement cannot be read.
+  The header's "measured" is the update of these arrays: the last update of "updates" that was
+  measured. "unread" says why its measurement cannot be read.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.
@@ -342,7 +342,7 @@ def _records(
   lengths: np.ndarray,
   sources: Sequence[str],
 ) -> JsonObject:
-  """The header's "groups", and "samples" with what they do not share."""
+  """The header's "groups", and its "samples" without the fields that their group has."""
   samples = [
     {name: value for name, value in sample.items() if name not in _SHARED}
     | {"garbled": is_garbled(sample["completion"])}
@@ -370,7 +370,7 @@ def _records(
 def _as_chat(run: Run, group: Group) -> JsonObject:
   """The "messages" of a prompt with their roles, and the prompt "as_read" by the policy.
 
-  {} if it was no chat. Without a tokenizer, or stored tokens, only the messages.
+  {} if the prompt was no chat. Without a tokenizer or stored tokens, "as_read" is absent.
   """
   prompts = run.config.get("prompts", {})
   first = group.samples[0]
@@ -393,9 +393,9 @@ def _token_arrays(
   within: np.ndarray,
   updates: Sequence[int],
 ) -> dict[str, np.ndarray]:
-  """What is stored of each token, by the names of `read_batch`."""
+  """The stored values of each token, by the names of `read_batch`."""
   found: dict[str, np.ndarray] = {}
-  # Where the recorded log-probabilities are others on purpose, these are of what was sampled.
+  # The log-probabilities of sampling, also if the recorded ones deliberately differ.
   behavior = arrays.get("sampled_logprobs", arrays.get("behavior_logprobs"))
   if behavior is not None:
     found["logprob"] = behavior[within].astype(np.float16)
@@ -419,7 +419,7 @@ def _token_arrays(
 
 
 def _vocabulary(tokens: np.ndarray, tokenizer: Tokenizer | None) -> tuple[list[JSON], np.ndarray]:
-  """The texts of the different tokens, an id without a tokenizer, and each token's index."""
+  """(texts of the different tokens, or ids without a tokenizer; index of each token's text)."""
   ids, index = np.unique(tokens, return_inverse=True)
   dtype = np.uint16 if len(ids) <= 2**16 else np.uint32
   if tokenizer is None:
@@ -436,7 +436,7 @@ def _characters(
   vocabulary: Sequence[JSON],
   tokenizer: Tokenizer | None,
 ) -> list[JSON]:
-  """[first token, text, number of tokens] where only several tokens are a character."""
+  """[first token, text, number of tokens] of each character that several tokens form."""
   if tokenizer is None:
     return []
   broken = np.array([_BROKEN in str(text) for text in vocabulary], bool)[index]
@@ -454,7 +454,7 @@ def _characters(
 
 
 def _width(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-  """Number of the first ids that decode to whole characters; 1 if none do."""
+  """The least number of leading ids that decode to whole characters; 1 if no number does."""
   for width in range(1, len(ids) + 1):
     if _BROKEN not in tokenizer.decode(ids[:width], with_special=True):
       return width
@@ -462,7 +462,7 @@ def _width(ids: Sequence[int], tokenizer: Tokenizer) -> int:
 
 
 def _shown_layers(layers: int, tokens: int) -> list[int]:
-  """The layers whose routes are shown: all, or as many as there is room for, evenly spaced."""
+  """The layers whose routes are shown: all layers, or as many as fit, evenly spaced."""
   count = max(1, min(layers, MAX_ROUTE_BYTES // max(tokens, 1)))
   return np.unique(np.linspace(0, layers - 1, count).round().astype(int)).tolist()
 
@@ -470,10 +470,10 @@ def _shown_layers(layers: int, tokens: int) -> list[int]:
 def _measured(
   folder: pathlib.Path, step: int, mask: np.ndarray, within: np.ndarray
 ) -> dict[str, np.ndarray]:
-  """What a measurement has of a batch's rollouts and tokens.
+  """A measurement's values for a batch's rollouts and tokens, by the names of `read_batch`.
 
   Raises:
-    DamagedFileError: the file is damaged, or of other rollouts.
+    DamagedFileError: the file is damaged, or belongs to other rollouts.
   """
   file, counts = _load_geometry(folder, step), mask > 0
   if not np.array_equal(file["lengths"], counts.sum(axis=-1)):
@@ -489,13 +489,13 @@ def _measured(
 def _advantages(run: Run, groups: Sequence[Group], within: np.ndarray) -> dict[str, np.ndarray]:
   """The advantages of a batch; {} if they are not known."""
   if run.advantage is not None and not run.config.get("permute_rewards"):
-    with contextlib.suppress(ValueError, AssertionError):  # what it needs is not stored
+    with contextlib.suppress(ValueError, AssertionError):  # an array that it needs is not stored
       return {"advantage": _apply(run.advantage, train_batch(groups), within)}
   return {}
 
 
 def _apply(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> np.ndarray:
-  """A of each rollout f32[B], or of each token f16[N] where the estimator has those."""
+  """The advantage of each rollout f32[B], or of each token f16[N] if the estimator gives these."""
   coefficients = advantage.apply((), batch)
   in_loss = np.asarray(advantage.in_loss((), batch, coefficients))
   if in_loss.ndim == 3:
@@ -504,11 +504,11 @@ def _apply(advantage: Advantage, batch: TrainBatch, within: np.ndarray) -> np.nd
 
 
 def _interest(samples: Sequence[JsonObject], measured: Mapping[str, np.ndarray]) -> JsonObject:
-  """Why a group is worth reading: its spread of rewards, and what is odd about its rollouts.
+  """Numbers by which the page finds groups worth reading, and their sum, the "interest".
 
-  "interest" adds the spread, the shares of truncated and of garbled rollouts, the largest |log
-  ratio|, and "bounded", the share of tokens that are clipped, dropped or vetoed, each up to 1. The
-  last two are absent where they were not measured.
+  "interest" adds the spread of rewards, the shares of "truncated" and "garbled" rollouts, the
+  largest |log ratio|, and "bounded", the share of tokens that are clipped, dropped or vetoed; each
+  counts up to 1. The last two are absent if they were not measured.
   """
   rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
   found: JsonObject = {
@@ -519,7 +519,7 @@ def _interest(samples: Sequence[JsonObject], measured: Mapping[str, np.ndarray])
   if "ratio" in measured:
     found["ratio"] = float(np.nanmax(np.abs(measured["ratio"]), initial=0.0))
   if marks := [measured[name] for name in _BOUNDED if name in measured]:
-    counted = marks[0] == marks[0]  # NaN: not in the loss
+    counted = marks[0] == marks[0]  # NaN marks tokens that are not in the loss
     found["bounded"] = float(np.max(marks, axis=0)[counted].mean()) if counted.any() else 0.0
   return found | {"interest": sum(min(value, 1.0) for value in found.values())}
 
@@ -566,10 +566,10 @@ def read_geometry(run: Run, step: int) -> Part:
 
   Returns:
     Arrays of B = P·G rollouts in the order [P, G]: norm f32[B]; cosine f16[B, B]; share f32[B],
-    λ_i/Σλ, descending; coefficient f32[B] as the loss had it; part f32[B], A_i (K A)_i / AᵀKA: what
-    a rollout adds to the update's squared norm, below 0 where it cancels others; absent where AᵀKA
-    is zero up to rounding; by_reward, by_vector u32[B], orders: within groups by falling reward,
-    and by the leading eigenvector's entries; reward f32[B]; valid u8[B].
+    λ_i/Σλ, descending; coefficient f32[B], which the loss got; part f32[B], A_i (K A)_i / AᵀKA, the
+    rollout's part of the update's squared norm, below 0 if it cancels others, absent if AᵀKA is
+    zero up to rounding; by_reward and by_vector u32[B], orders of the rollouts: within groups by
+    falling reward, and by entries of the leading eigenvector; reward f32[B]; valid u8[B].
   Raises:
     FileNotFoundError: nothing was measured before this update.
     DamagedFileError: the file is not a measurement.

@@ -29,11 +29,11 @@ from rlvr_jax.view import read
 from rlvr_jax.view.read import Part, Run
 
 PAGE_FILE = "view.html"
-MAX_BYTES = 2**26  # of the file
+MAX_BYTES = 2**26  # the most bytes of the file
 HOST = "127.0.0.1"
 _ALIGNMENT = 8
 _REQUEST = re.compile(r"/data/([01])/(?:(summary)|(batch|geometry)/([0-9]{1,12}))")
-_FIELD = re.compile(r"\{\{(\w+)\}\}")  # of page.html
+_FIELD = re.compile(r"\{\{(\w+)\}\}")  # a placeholder in page.html
 _MIB = 2**20
 
 
@@ -42,7 +42,7 @@ class Written(NamedTuple):
 
   path: pathlib.Path
   size: int  # bytes
-  left_out: list[str]  # batches and measurements that were to be there, and why they are not
+  left_out: list[str]  # batches and measurements that are missing, and why
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ def _hash(text: str) -> str:
 def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
   """The parts of a page before and after its data, for runs with these names.
 
-  The page's policy lets a browser run only its own script and style, and load nothing but, for a
-  served page, data from the same server.
+  The page's security policy lets a browser use only the page's own script and style. A served page
+  may load data from its server, and no page may load anything else.
   """
   style, script = _asset("page.css"), _asset("page.js")
   policy = (
@@ -101,7 +101,7 @@ def page_ends(names: Sequence[str], *, served: bool) -> tuple[str, str]:
     "script": script,
   }
   start, end = (
-    _FIELD.sub(lambda match: values[match[1]], half)  # once: values may have any text
+    _FIELD.sub(lambda match: values[match[1]], half)  # in one pass: values may have braces
     for half in _asset("page.html").split("{{data}}")
   )
   return start, end
@@ -122,14 +122,14 @@ def write_page(
     runs: one run, or two runs that are shown beside each other.
     base: the configuration with which recipes are compared.
     batches: the batches of each run, the most important first.
-    max_bytes: the most bytes of the file; batches that do not fit are left out, and the page says
-      so.
+    max_bytes: the most bytes of the file; batches that do not fit are left out, and the page lists
+      them.
   """
   start, end = page_ends([make_absolute(run.folder).name for run in runs], served=False)
   left_out: list[str] = []
   with replace_file(path) as file:
     size = file.write(start.encode())
-    room = max_bytes - len(end.encode()) - _MIB // 16  # for the names of what is left out
+    room = max_bytes - len(end.encode()) - _MIB // 16  # leaves room for the names in `left_out`
     for index, run in enumerate(runs):
       size += _write_part(file, f"{index}/summary", read.read_summary(run, base))
     for name, make in _parts(runs, batches):
@@ -150,7 +150,7 @@ def write_page(
 def _parts(
   runs: Sequence[Run], batches: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, Callable[[], Part]]]:
-  """(name, reader) of all that a page shall hold, the most important first.
+  """Yields (name, reader) of each part that the page shall hold, the most important first.
 
   Batches and measurements take turns, and so do runs.
   """
@@ -178,7 +178,7 @@ def _write_part(file: IO[bytes], name: str, part: Part) -> int:
 
 
 def _write_element(file: IO[bytes], name: str, data: bytes) -> int:
-  """Writes an element that holds base64, which a browser does not parse; returns its size."""
+  """Writes an element of base64 text, which a browser does not parse; returns its size."""
   tag = f'<script type="text/plain" id="{name}">'.encode()
   return file.write(tag) + file.write(data) + file.write(b"</script>\n")
 
@@ -189,17 +189,17 @@ def _write_element(file: IO[bytes], name: str, data: bytes) -> int:
 class Server(http.server.ThreadingHTTPServer):
   """Serves the page and parts of runs to this machine; reads batches as they are asked for.
 
-  Requests are answered if they name this machine, so that no site can reach the server through a
-  name of its own; paths are matched as a whole, and lead to numbers, never to files.
+  Only requests whose host is this machine are answered, so that no web site can reach the server
+  under a name of its own. Paths are matched as a whole, and contain numbers, never file names.
   """
 
   daemon_threads = True
 
   def __init__(self, runs: Sequence[Run], base: Mapping[str, JSON], port: int = 0):
-    """Listens on 127.0.0.1 at `port`, 0 for any free one; OSError if that is in use."""
+    """Listens on 127.0.0.1 at `port`, 0 for any free port; OSError if the port is in use."""
     super().__init__((HOST, port), _Handler)
     self._runs, self._base = [*runs], base
-    self._reading = threading.Lock()  # memory for one batch at a time
+    self._reading = threading.Lock()  # one batch at a time is in memory
 
   @property
   def address(self) -> str:

@@ -27,9 +27,9 @@ from rlvr_jax.workers.process import (
 )
 from rlvr_jax.workers.worker import MAX_DETAIL, Message
 
-_MAX_IDLE_DEATHS = 3  # of workers in a row without a result or a session that caused it
-_MAX_DEFAULT_WORKERS = 32  # each has its own copy of its program's imports in memory
-_LONGEST_POLL_S = 3600.0  # since poll takes no longer time than some weeks
+_MAX_IDLE_DEATHS = 3  # the pool fails after so many ends of workers that no request has caused
+_MAX_DEFAULT_WORKERS = 32  # each worker has the imports of its program in memory
+_LONGEST_POLL_S = 3600.0  # poll() accepts a few weeks at most
 
 Result = TypeVar("Result")
 
@@ -37,8 +37,8 @@ Result = TypeVar("Result")
 class Failure(NamedTuple):
   """Why a request has no reply."""
 
-  # "timeout"; "memory": the request used it up; "failed": any other fault; or one of the program's
-  # own (`worker.Stopped`)
+  # "timeout"; "memory": the request used up the memory; "failed": any other fault; or a kind of the
+  # program's own (`worker.Stopped`)
   kind: str
   detail: str
 
@@ -80,34 +80,34 @@ class _Crew:
   def __init__(self, service: Service, size: int):
     self.service = service
     self.workers = [WorkerProcess(service) for _ in range(size)]
-    self._spares: dict[WorkerProcess, WorkerProcess] = {}  # by the worker to be replaced
+    self._spares: dict[WorkerProcess, WorkerProcess] = {}  # spares by the worker to be replaced
     self._idle_deaths = 0
 
   def find_room(self, num_queued: int) -> WorkerProcess | None:
-    """The worker that should get the next of the queued sessions: one with the fewest.
+    """The worker that should get the next of the queued sessions: the one with the fewest sessions.
 
-    A worker takes only a share, so that none has slow requests while others are idle.
+    A worker takes only a share of the queue, so that its slow requests do not leave others idle.
     """
     share = math.ceil(num_queued / (2 * len(self.workers)))
     open_ones = [worker for worker in self.workers if worker.has_room(share)]
     return min(open_ones, key=lambda worker: len(worker.sessions), default=None)
 
   def next_time(self) -> float:
-    """When a limit has passed, or a worker is slow."""
+    """The next time at which a limit passes or a worker becomes slow."""
     limits = [worker.next_limit()[0] for worker in self.workers]
     return min(limits + [w.clock.slow_at() for w in self.workers if w not in self._spares])
 
   def prepare_spares(self, now: float) -> None:
-    """Starts the successor of each slow worker, so that nobody has to wait for its start.
+    """Starts a spare for each slow worker, so that no request has to wait for the start.
 
-    If the worker goes on in time, its successor stays ready.
+    If the worker answers in time, its spare stays ready.
     """
     for worker in self.workers:
       if worker not in self._spares and worker.clock.slow_at() <= now:
         self._spares[worker] = WorkerProcess(self.service)
 
   def replace(self, worker: WorkerProcess) -> None:
-    """Closes a worker and starts its successor, or takes the one that is there."""
+    """Closes a worker and puts its spare in its place, or else a new worker."""
     worker.close()
     spare = self._spares.pop(worker, None)
     if spare is not None and not spare.is_alive():
@@ -116,18 +116,18 @@ class _Crew:
     self.workers[self.workers.index(worker)] = spare or WorkerProcess(self.service)
 
   def count_death(self, *, is_idle: bool) -> bool:
-    """Counts the end of a worker; whether too many in a row had nothing to do."""
+    """Counts the end of a worker; returns whether too many in a row ended while idle."""
     self._idle_deaths = self._idle_deaths + 1 if is_idle else 0
     return self._idle_deaths == _MAX_IDLE_DEATHS
 
   def count_result(self) -> None:
-    """Workers do something."""
+    """Notes a result, which resets the count of idle workers that have ended."""
     self._idle_deaths = 0
 
   def start_problem(self, problem: str) -> str:
     """The message about a worker that did not start."""
     memory_mib = self.service.memory_mib
-    # Where memory ends while a shared library is loaded, the loader says so.
+    # "failed to map segment": the loader of shared libraries has run out of memory.
     is_short = problem.startswith(("MemoryError", DIED)) or "failed to map segment" in problem
     if memory_mib is not None and is_short:
       problem += (
@@ -143,7 +143,7 @@ class _Crew:
 
 
 class _Bell:
-  """Wakes the pool's thread; for any thread."""
+  """Wakes the pool's thread; any thread may ring it."""
 
   def __init__(self) -> None:
     self._ringing, self.woken = socket.socketpair()
@@ -154,7 +154,7 @@ class _Bell:
     try:
       self._ringing.send(b"!")
     except OSError:
-      pass  # it rings already, or the thread has ended
+      pass  # the bell rings already, or the thread has ended
 
   def silence(self) -> None:
     try:
@@ -176,16 +176,17 @@ class Pool:
   Any thread may call the methods; only the constructor waits for a worker's code. A reply depends
   only on the requests of its session.
 
-  A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker is
-  killed with all that it has started and replaced; the request's result is a `Failure`. The result
-  is also a `Failure` if the code raised an exception or ended the worker. A failure ends the
-  session. The other sessions of the same worker are repeated in other workers and continue there.
+  A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker and
+  all processes that it has started are killed, and another worker replaces it; the request's result
+  is a `Failure`. So is the result if the code raised an exception or ended the worker. A failure
+  ends the session. The other sessions of the same worker are repeated in other workers and continue
+  there.
 
-  Workers end when this process does. If a replacement cannot be started, the pool ends, and all
+  Workers end when this process ends. If a replacement cannot be started, the pool ends, and all
   futures get the error.
 
   Args:
-    service: what the workers run.
+    service: the program of the workers, and its limits.
     processes: number of workers.
   Raises:
     StartError: the program cannot be made; the service names the class of the error.
@@ -194,8 +195,8 @@ class Pool:
   def __init__(self, service: Service, processes: int):
     self._lock = threading.RLock()  # guards everything below
     self._bell = _Bell()
-    self._queue: collections.deque[Session] = collections.deque()  # without a worker
-    # Calls to make without the lock, since they may call the pool.
+    self._queue: collections.deque[Session] = collections.deque()  # sessions without a worker
+    # Calls to make without the lock, since they may call the pool themselves.
     self._later: collections.deque[Callable[[], None]] = collections.deque()
     self._failure: Exception | None = None
     self._ready: Future[Any] = Future()
@@ -260,7 +261,7 @@ class Pool:
       if session.has_ended or self._failure is not None:
         return
       self._resolve(session.end(), RuntimeError(f"dialogue {session.number} was closed"))
-      if worker is not None and not is_under_way:  # otherwise after the result
+      if worker is not None and not is_under_way:  # else it is closed after the result
         _send_close(worker, session.number)
     self._bell.ring()
     self._call_later_ones()
@@ -327,7 +328,7 @@ class Pool:
       self._bell.close()
 
   def _turn(self) -> None:
-    """Waits for something to do, and does it."""
+    """Waits for messages, queued sessions or limits, and handles them."""
     with selectors.DefaultSelector() as selector:
       with self._lock:
         self._send_queued()
@@ -348,7 +349,7 @@ class Pool:
         self._read(worker)
       now = time.monotonic()
       for worker in [*self._crew.workers]:
-        # This process may have had to wait for a core: what a worker has sent comes first.
+        # This process may have waited for a core: messages of a worker come before its limit.
         if worker not in has_sent and worker.next_limit()[0] <= now:
           self._end_worker(worker, "")
       if self._failure is None:
@@ -364,7 +365,7 @@ class Pool:
         session.send_next()
 
   def _read(self, worker: WorkerProcess) -> None:
-    """Takes what a worker has sent."""
+    """Handles the messages that a worker has sent."""
     try:
       for message in worker.receive():
         self._take_message(worker, message)
@@ -392,7 +393,7 @@ class Pool:
 
   def _take_result(self, worker: WorkerProcess, number: int, result: Message) -> None:
     session = worker.sessions.get(number)
-    if session is None:  # it was closed meanwhile
+    if session is None:  # the session was closed meanwhile
       if not result.get("ends", True):
         _send_close(worker, number)
       return
@@ -415,14 +416,14 @@ class Pool:
   # --- the end of a worker
 
   def _end_worker(self, worker: WorkerProcess, problem: str) -> None:
-    """Replaces a worker that has ended or exceeds a limit, which fails the session that caused it.
+    """Replaces a worker that has ended or exceeds a limit, and fails the session that caused it.
 
     Args:
-      worker: it.
-      problem: why it has ended; "" for a limit of time.
+      worker: the worker.
+      problem: why the worker has ended; "" if it exceeds a limit of time.
     """
     limit, culprit = worker.next_limit()
-    # A worker ends by itself soon after a limit, and this process may have had to wait for a core.
+    # A worker ends by itself soon after a limit, before this process if that waits for a core.
     is_late = limit <= time.monotonic()
     if not is_late:
       culprit = worker.clock.running
@@ -452,7 +453,7 @@ class Pool:
   # --- questions
 
   def _take_question(self, worker: WorkerProcess, number: int, question: object) -> None:
-    """Answers a question of a session, or asks for the answer."""
+    """Answers a question of a session, or passes the question on to `Service.answer`."""
     session, answer = worker.sessions.get(number), self._crew.service.answer
     if session is None or answer is None:
       _send_answer(worker, number, {"error": "nobody answers: the dialogue was closed"})
@@ -473,14 +474,14 @@ class Pool:
   def _take_answer(
     self, worker: WorkerProcess, session: Session, question: object, done: Future[object]
   ) -> None:
-    """Sends an answer to the session that has asked, if it is still in that worker."""
+    """Sends an answer to the session that has asked, if the session is still in that worker."""
     with self._lock:
       try:
         answer = session.answers[json.dumps(question)] = done.result(0)
         message = {"answer": answer}
       except Exception as error:
         message = {"error": f"{type(error).__name__}: {error}"}
-      if session.worker is worker and self._failure is None:  # else the new one asks again
+      if session.worker is worker and self._failure is None:  # a new worker would ask again
         _send_answer(worker, session.number, message)
     self._bell.ring()
 
@@ -491,7 +492,7 @@ class PoolOwner:
   _pool: Pool
 
   def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session."""
+    """Process ids of the current workers; each leads its own session of the system."""
     return self._pool.worker_pids()
 
   def close(self) -> None:

@@ -20,12 +20,12 @@ from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
 from rlvr_jax.workers.worker import MARK, MEMORY_STATUS, Message, find_processes, kill
 
-KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
+KILL_WAIT_S = 5.0  # time for the kernel to end a process after SIGKILL
 DIED = "its process ended"
-_MAX_LINE = 16 * 2**20  # bytes; longer than any line of a worker: in JSON a byte may take six
+_MAX_LINE = 16 * 2**20  # bytes; a worker's lines are shorter, although JSON may take 6 for a byte
 _PART = 2**16  # bytes that are sent or received at a time
 _LAST_OUTPUT = 2000  # characters of the output of a worker that did not start
-# Requests that a worker has at a time: enough to hide the round trip, and it has as many threads.
+# Requests that a worker has at a time: as many as its threads, enough to hide the round trip.
 _MAX_SENT = 32
 _MAX_SENT_BYTES = 16 * 2**20
 # Signals that end a process if a text overloads its C libraries: their stack overflows, or an
@@ -35,7 +35,7 @@ _SINGLE_THREADED = dict.fromkeys(
   ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
    "VECLIB_MAXIMUM_THREADS"), "1",
 )  # fmt: skip
-_numbers = itertools.count()  # of sessions
+_numbers = itertools.count()  # numbers of sessions
 _START = "from rlvr_jax.workers.worker import main; main()"
 
 Result = TypeVar("Result")
@@ -51,14 +51,14 @@ class Service(NamedTuple):
   """The program of a pool's workers, and its limits.
 
   Attributes:
-    name: in messages, such as "the grading worker for 'gsm8k'".
+    name: the name in messages, such as "the grading worker for 'gsm8k'".
     program: "module:factory" of a `worker.Program`.
     arguments: the arguments of the factory, keywords; JSON-serializable.
     limit_s: wall-clock limit of a request, seconds. `worker.waiting` has limits of its own.
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
-    variables: added to the workers' environment variables.
-    memory_field: what a message about too little memory names.
+    variables: environment variables that are added for the workers.
+    memory_field: the field that a message about too little memory names.
     start_error: class of the error if a worker cannot be started.
     answer: answers the questions of programs (`worker.Ask`).
   """
@@ -80,13 +80,13 @@ class BrokenWorkerError(Exception):
 
 
 class _Child(NamedTuple):
-  """A process, and what belongs to it."""
+  """A worker's process with its streams."""
 
   process: subprocess.Popen[bytes]
   stdin: IO[bytes]
   stdout: IO[bytes]
-  stderr: IO[bytes]  # a file, read after the worker has failed to start
-  mark: str  # value of the variable `MARK`
+  stderr: IO[bytes]  # a file, read if the worker fails to start
+  mark: str  # value of the environment variable `MARK`
 
 
 class WorkerProcess:
@@ -106,7 +106,7 @@ class WorkerProcess:
     self._incoming = bytearray()
     self.sessions: dict[int, Session] = {}
     self.clock = Clock(service.limit_s)
-    self._sent_bytes: dict[int, int] = {}  # session → of the request that is not answered
+    self._sent_bytes: dict[int, int] = {}  # session → bytes of its unanswered request
     self._startup_limit: float | None = time.monotonic() + service.startup_timeout_s
 
   @property
@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; it takes `share` beside waiting requests."""
+    """Whether the worker should get one more request; requests that wait do not fill its share."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -237,7 +237,7 @@ def _start(service: Service) -> _Child:
   # hash seed gives code that iterates over sets the same result every time.
   path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
   mark = uuid.uuid4().hex
-  # With more arenas each thread reserves address space of its own, which may be limited.
+  # With more arenas, each thread would reserve address space of its own, which is limited.
   variables = {"MALLOC_ARENA_MAX": "1", **_SINGLE_THREADED, **service.variables}
   fixed_variables = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", MARK: mark}
   settings = {
@@ -273,7 +273,7 @@ class _Exchange(NamedTuple):
   """A request that was answered."""
 
   line: bytes
-  digest: bytes  # of the reply
+  digest: bytes  # digest of the reply
 
 
 class _Pending(NamedTuple):
@@ -285,7 +285,7 @@ class _Pending(NamedTuple):
 
 
 class Session:
-  """Requests that one process answers in order, and which request it has reached.
+  """Requests that one process answers in order, and how many it has answered.
 
   If the process ends, another process repeats the session, and each reply has to be the same.
 
@@ -300,8 +300,8 @@ class Session:
     self.pending: _Pending | None = None
     self.has_ended = False
     self._past: list[_Exchange] = []
-    self._position = 0  # exchanges that the worker has had
-    self.answers: dict[str, object] = {}  # by question, so that it is asked once
+    self._position = 0  # number of earlier requests that this worker has answered
+    self.answers: dict[str, object] = {}  # answers by question, so that each is asked once
 
   def add(self, line: bytes, future: Future[Result], convert: Callable[[Any], Result]) -> None:
     """Adds the next request."""
@@ -331,7 +331,7 @@ class Session:
       reply: JSON.
       ends: whether the reply is the session's last, so that it need not be kept.
     Raises:
-      ValueError: a repeated reply is not the recorded one.
+      ValueError: a repeated reply differs from the recorded reply.
     """
     if ends and self._position == len(self._past):
       pending, self.pending = self.pending, None
@@ -373,12 +373,12 @@ class Clock:
   def __init__(self, limit_s: float):
     self._limit_s = limit_s
     self._running: tuple[int, float] | None = None  # the session that runs, and since when
-    self._used_s: dict[int, float] = {}  # by sessions that run or wait
-    self._waiting: dict[int, float] = {}  # session → the end of its wait's limit
+    self._used_s: dict[int, float] = {}  # seconds that requests in progress have run, by session
+    self._waiting: dict[int, float] = {}  # session → the time at which the limit of its wait passes
 
   @property
   def running(self) -> int | None:
-    """The session that runs."""
+    """The session that runs; None if no session runs."""
     return None if self._running is None else self._running[0]
 
   @property
@@ -411,7 +411,7 @@ class Clock:
     self._running = None
 
   def next_limit(self) -> tuple[float, int | None]:
-    """The earliest limit, and its session; infinity if none runs or waits."""
+    """(time of the earliest limit, its session); (∞, None) if no session runs or waits."""
     limits = [(limit, session) for session, limit in self._waiting.items()]
     if self._running is not None:
       session, since = self._running
@@ -419,7 +419,7 @@ class Clock:
     return min(limits, default=(math.inf, None))
 
   def slow_at(self) -> float:
-    """When the running session will have used half its limit; infinity if none runs."""
+    """The time at which the running session has used half its limit; ∞ if none runs."""
     if self._running is None:
       return math.inf
     session, since = self._running
@@ -427,7 +427,7 @@ class Clock:
 
 
 def check_variables(variables: Mapping[str, str], name: str) -> None:
-  """Raises ValueError unless these are valid environment variables. `name` is in messages."""
+  """Raises ValueError unless these are valid environment variables; `name` is for the message."""
   for key, value in variables.items():
     are_texts = isinstance(key, str) and isinstance(value, str)
     if not are_texts or not key or "=" in key or "\0" in key + value:

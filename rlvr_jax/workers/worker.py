@@ -1,14 +1,15 @@
 """A worker: reads and writes lines of JSON, has many sessions, runs one of them at a time.
 
-A pool starts it with its settings as the argument. It first writes {"ready": what its program says}
-or {"error": text}. Requests name a session by its number: {"session", "request"}, or {"session",
-"close"} for one that is no longer needed. For a request the worker reports {"event": "running"}
-when the program's code starts, and at the end its "result": {"reply", "ends"}, or {"failure":
-[kind, detail]}. A session that has ended is closed in a separate step, so that its `close` cannot
-take away a result; after it the worker reports "closed". When the code waits (`waiting`), it
-reports "waiting" with "limit_s", then "waited", then "running" again, and other sessions run
-meanwhile. {"event": "ask", "question"} asks the pool, and {"session", "answer"} answers, or
-{"session", "error"}. The worker ends when its stdin does. It never loads jax.
+A pool starts a worker with its settings as the argument. The worker first writes {"ready": value of
+`Program.ready`} or {"error": text}. Requests name a session by its number: {"session", "request"},
+or {"session", "close"} for a session that is no longer needed. For a request the worker reports
+{"event": "running"} when the program's code starts, and at the end its "result": {"reply", "ends"},
+or {"failure": [kind, detail]}. A session that has ended is closed in a separate step, so that an
+error in its `close` cannot replace the result; then the worker reports "closed". When the code
+waits (`waiting`), the worker reports "waiting" with "limit_s", then "waited", then "running" again,
+and other sessions run meanwhile. {"event": "ask", "question"} asks the pool, which answers
+{"session", "answer"} or {"session", "error"}. The worker ends when its stdin does. It never loads
+jax.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, TypeVar
 
-MAX_DETAIL = 1000  # characters
+MAX_DETAIL = 1000  # the most characters of a failure's detail
 MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program's code
-# A variable by which a worker's processes are known: also those in sessions of their own, or of a
-# worker that has ended, which belong to nobody.
+# An environment variable that marks all processes which a worker has started: a process may begin
+# its own session of the system, or outlive the worker.
 MARK = "RLVR_JAX_WORKER"
-_MARGIN_S = 1.0  # after the limit; then a worker that its parent has not killed ends by itself
-_MAX_THREADS = 32  # requests that wait at a time, and one that runs
-_EXECUTION_S = 1.0  # for a process that is just being executed to show its variables
-_STACK_BYTES = 4 * 2**20  # of a thread; stacks count as address space, which may be limited
+_MARGIN_S = 1.0  # seconds after a limit, when a worker ends by itself unless its parent kills it
+_MAX_THREADS = 32  # the most requests that wait at a time, and one that runs
+_EXECUTION_S = 1.0  # the most seconds to wait until a process that was just started has variables
+_STACK_BYTES = 4 * 2**20  # stack of a thread; stacks count as address space, which may be limited
 
 Result = TypeVar("Result")
-Message: TypeAlias = dict[str, Any]  # a line of JSON; its fields depend on what it says
-# (session, question, seconds to wait) → the pool's answer; RuntimeError if it has none.
+Message: TypeAlias = dict[str, Any]  # a line of JSON; its fields depend on the kind of message
+# (session, question, seconds to wait) → the pool's answer; RuntimeError if the pool has none.
 Ask: TypeAlias = Callable[[int, object, float], Any]
 
-# Tests of programs have integers as long as LiveCodeBench allows, in messages in JSON.
+# Messages with tests of programs may have integers as long as LiveCodeBench allows.
 sys.set_int_max_str_digits(50_000)
 
 
@@ -67,7 +68,7 @@ class Program(Protocol):
   ready: object
 
   def answer(self, session: int, request: Any) -> tuple[object, bool]:
-    """Answers a request: the reply, JSON, and whether it is the session's last one."""
+    """Answers a request: (reply, JSON; whether it is the session's last reply)."""
 
 
 # --- for code that runs in a worker ---------------------------------------------------------------
@@ -101,15 +102,15 @@ def waiting(limit_s: float) -> AbstractContextManager[None]:
 
 
 class _MainThread:
-  """Makes calls of other threads in the main one."""
+  """Makes calls for other threads in the main thread."""
 
   def __init__(self) -> None:
     self._calls: queue.SimpleQueue[tuple[Future[Any], contextvars.Context, Callable[[], Any]]]
     self._calls = queue.SimpleQueue()
-    self._free = threading.Semaphore(0)  # until it serves
+    self._free = threading.Semaphore(0)  # `serve` sets it to 1
 
   def call(self, function: Callable[[], Result]) -> Result:
-    if not self._free.acquire(blocking=False):  # nobody serves, or the call that it makes waits
+    if not self._free.acquire(blocking=False):  # `serve` does not run, or its present call waits
       return function()
     try:
       future: Future[Result] = Future()
@@ -119,7 +120,7 @@ class _MainThread:
       self._free.release()
 
   def serve(self, begin: Callable[[], None]) -> None:
-    """Makes calls from now on; `begin` starts what may call, which then finds this thread free."""
+    """Makes calls from now on, in this thread; `begin` starts the threads that may call."""
     self._free.release()
     begin()
     while True:
@@ -159,7 +160,7 @@ class _Channel:
   def __init__(self, stream: BinaryIO):
     self._stream = stream
     self._lock = threading.Lock()
-    self._answers: dict[int, queue.SimpleQueue[Message]] = {}  # by session
+    self._answers: dict[int, queue.SimpleQueue[Message]] = {}  # queues of answers, by session
 
   def send(self, message: Message) -> None:
     line = json.dumps(message).encode() + b"\n"
@@ -194,12 +195,13 @@ class _Worker:
     self._has_memory_limit = has_memory_limit
     self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
     self._core = threading.Lock()  # held while a program's code runs
-    self._num_threads = 0  # this and the next change while their thread has the core
+    # A thread changes the next two while it holds `_core`.
+    self._num_threads = 0
     self._num_waiting = 0
     self._start_thread()
 
   def receive(self, lines: Iterable[bytes]) -> None:
-    """Runs in a thread: handles messages of the pool, until it has ended."""
+    """Handles the pool's messages, in a thread; at their end kills all processes of this worker."""
     try:
       for line in lines:
         message = json.loads(line)
@@ -213,13 +215,13 @@ class _Worker:
     os.killpg(0, signal.SIGKILL)
 
   def _start_thread(self) -> None:
-    """Starts a thread if all wait."""
+    """Starts one more thread if all threads wait."""
     if self._num_threads <= min(self._num_waiting, _MAX_THREADS - 1):
       threading.Thread(target=self._serve, daemon=True).start()
       self._num_threads += 1
 
   def _serve(self) -> None:
-    """Runs in threads: answers requests."""
+    """Answers requests; runs in each of the threads."""
     try:
       while True:
         message = self._requests.get()
@@ -241,11 +243,11 @@ class _Worker:
 
   def _enter_core(self, session: int) -> None:
     self._core.acquire()
-    # The pool kills a worker at the limit. If the pool is dead, this ends the worker. It is a C
-    # thread without the interpreter lock: neither a sleeping nor a spinning program delays it.
+    # The pool kills a worker at the limit. If the pool is dead, `faulthandler` ends the worker: its
+    # C thread needs no interpreter lock, so neither a sleeping nor a spinning program delays it.
     try:
       faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, file=2, exit=True)
-    except RuntimeError:  # there is no memory for its stack
+    except RuntimeError:  # there is no memory for the stack of that thread
       os._exit(MEMORY_STATUS)
     self._channel.send({"event": "running", "session": session})
 
@@ -256,7 +258,7 @@ class _Worker:
 
   @contextlib.contextmanager
   def _wait(self, session: int, limit_s: float) -> Iterator[None]:
-    """What `waiting` does in a request's thread."""
+    """The context `waiting` in a request's thread: lets other requests run."""
     self._num_waiting += 1
     with contextlib.suppress(RuntimeError):  # there is no memory for one more thread
       self._start_thread()
@@ -279,12 +281,12 @@ class _Worker:
       # If this process has no limit, the machine's memory is used up.
       kind = "memory" if self._has_memory_limit else "failed"
       detail = _describe(error)
-    except BaseException as error:  # sys.exit() in a program is its failure as well
+    except BaseException as error:  # sys.exit() in a program is also a failure of the program
       kind, detail = "failed", _describe(error)
     return {"failure": [kind, detail.encode(errors="replace").decode()[:MAX_DETAIL]]}
 
   def _close(self, session: int) -> None:
-    with contextlib.suppress(BaseException):  # nobody waits for it
+    with contextlib.suppress(BaseException):  # no request waits for the close
       self._program.close(session)  # type: ignore[attr-defined]
 
 
@@ -302,7 +304,7 @@ def main() -> None:
   except BaseException as error:
     channel.send({"error": _describe(error)})
     return
-  # Until here the pool reads errors from stderr; from here on others' output is discarded.
+  # Until here the pool reads errors from stderr; from here on all other output is discarded.
   os.dup2(1, 2)
   channel.send({"ready": program.ready})
   threading.stack_size(_STACK_BYTES)
@@ -311,7 +313,7 @@ def main() -> None:
 
 
 def _protect_streams() -> tuple[BinaryIO, _Channel]:
-  """Duplicates stdin and stdout for the protocol, and redirects both to /dev/null for others."""
+  """Duplicates stdin and stdout for the protocol, and redirects the originals to /dev/null."""
   requests = os.fdopen(os.dup(0), "rb")
   replies = os.fdopen(os.dup(1), "wb")
   null = os.open(os.devnull, os.O_RDWR)
@@ -332,7 +334,7 @@ def limit_memory(memory_mib: int | None) -> None:
   with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
     taken = int(file.read().split()[0]) * resource.getpagesize()
     if taken >= limit:
-      raise MemoryError(f"without a request it takes {taken / 2**20:.0f} MiB")
+      raise MemoryError(f"before any request the process takes {taken / 2**20:.0f} MiB")
   resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
@@ -342,8 +344,8 @@ def limit_memory(memory_mib: int | None) -> None:
 def find_processes(mark: str) -> set[int]:
   """The processes that have a worker's mark, or descend from such a process.
 
-  A process that is just being executed shows no variables, and its parent may have ended. So the
-  search is repeated until there is no such process, for at most `_EXECUTION_S`.
+  A process that has just been started shows no variables for a moment, and its parent may have
+  ended. So the search is repeated until there is no such process, for at most `_EXECUTION_S`.
   """
   deadline = time.monotonic() + _EXECUTION_S
   while True:
@@ -365,13 +367,13 @@ class _Process(NamedTuple):
 
   pid: int
   stat: list[bytes]  # the fields of /proc/PID/stat from the state on; the second is the parent
-  variables: bytes | None  # /proc/PID/environ, read after `stat`; None: of another user
+  variables: bytes | None  # /proc/PID/environ, read after `stat`; None: another user's process
 
 
 def _read_processes() -> Iterator[_Process]:
   for entry in filter(str.isdigit, os.listdir("/proc")):
     variables = None
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
       with open(f"/proc/{entry}/stat", "rb") as file:
         stat = file.read().rpartition(b")")[2].split()
       with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:

@@ -183,7 +183,7 @@ def test_log_weights_are_within_20_nats(level, sign):
     ),
     ("importance", {"level": "none"}, "changes nothing; set one of them"),
     ("importance", {"low": 0.5}, "low = 0.5 has no effect with bound = 'truncate'"),
-    ("importance", {"reject": 3}, "reject = 3 is no list of rules"),
+    ("importance", {"reject": 3}, "reject = 3 is not a tuple of rules"),
     ("importance", {"reject": ("mean_k3", 0.1)}, "reject has 'mean_k3', which is no rule"),
     ("sequence_rejection", {"weight": "none", "truncation": 3.0}, "truncation = 3.0 has no effect"),
     ("k3_rejection", {"truncation": 3.0}, "k3_rejection: truncation = 3.0 has no effect"),

@@ -50,5 +50,5 @@ def test_a_loop_of_unknown_length_counts_as_one_iteration():
 
 
 def test_another_number_of_loops_is_refused():
-  with pytest.raises(ValueError, match="the program has 1 loops, its thunks have 2"):
+  with pytest.raises(ValueError, match="the program has 1 loops, but its thunks have 2"):
     read_launches(THUNKS, [LoopLength(16, False)])

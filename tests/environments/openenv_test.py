@@ -209,7 +209,9 @@ def test_wrong_fields_are_told_at_the_start(url):
     assert "the observation has no 'sad': at 'sad' there is the fields ['about'," in failure.detail
   with EnvironmentPool(name(url, reset=("word",)), deadline_s=5.0) as pool:
     failure = pool.reset({"question": "", "answer": "", "reference": {"x": 1}}, 0).result(WAIT_S)
-    assert "reset has 'word', the problem ['answer', 'question', 'x']" in failure.detail
+    assert (
+      "reset has 'word', but the problem has only ['answer', 'question', 'x']" in failure.detail
+    )
 
 
 # --- servers that answer nonsense -----------------------------------------------------------------
@@ -441,7 +443,9 @@ def test_a_server_that_is_not_there(nonsense):
 
 def test_a_server_does_not_send_a_run_to_another_address(nonsense):
   url = f"http://127.0.0.1:{nonsense.port}"
-  with pytest.raises(EnvironmentStartError, match=f"redirects to {url}/schema.*give that as url"):
+  with pytest.raises(
+    EnvironmentStartError, match=f"redirects to {url}/schema.*give that address as url"
+  ):
     EnvironmentPool(name(f"{url}/away"), deadline_s=5.0)
   with EnvironmentPool(name(f"{url}/half", reply="{n}"), deadline_s=5.0) as pool:
     failure = pool.reset({"question": "", "answer": "", "reference": {}}, 0).result(WAIT_S)

@@ -86,7 +86,7 @@ def test_another_baseline_and_what_is_missing():
 def test_curves_of_a_result_over_its_axes():
   x, y = compare.result_curve(RESULTS[0], over="flops")
   np.testing.assert_allclose((x, y), ([0, 50, 100], [0.2, 0.3, 0.4]))
-  with pytest.raises(ValueError, match=r"grpo, seed 0: .* 'seconds' needs .* older than this axis"):
+  with pytest.raises(ValueError, match=r"seed 0: .* 'seconds' needs .* before this axis existed"):
     compare.result_curve(RESULTS[0], over="seconds")
   assert compare.final_value(RESULTS[1]) == 0.5 and compare.rise(RESULTS[1]) == pytest.approx(0.3)
 

@@ -70,8 +70,8 @@ def test_what_cannot_be_drawn_is_named():
   records = run()
   del records[6]["counter/flops_score"], records[6]["time/elapsed_seconds"]
   expected = (
-    r"'flops' needs \['counter/flops_score'\], which the eval record of step 5 lacks: the run is"
-    r" older .* one of \['updates', 'generated_tokens', 'trained_tokens'\]"
+    r"'flops' needs \['counter/flops_score'\], which the eval record of step 5 lacks: the run was"
+    r" made .* one of \['updates', 'generated_tokens', 'trained_tokens'\]"
   )
   with pytest.raises(ValueError, match=expected):
     curves.curve(records, "eval/pass@1", "flops")

@@ -184,7 +184,7 @@ BAD = {
   "an old version": (lambda: encoded(good(versions={1: "bits 1"})), "version 1 is older"),
   "other bits": (lambda: encoded(good(versions={3: "x"})), "version 3 had the fingerprint x"),
   "later than its batch": (lambda: encoded(good(versions={9: "x"})), "version 9 comes after"),
-  "another source": (lambda: encoded(good(source=3)), "of source 3"),
+  "another source": (lambda: encoded(good(source=3)), "from source 3"),
   "without versions": (lambda: encoded(good(versions={})), "has the versions []"),
   "two versions": (
     lambda: encoded(good(versions={2: "bits 2", 3: "bits 3"})),

@@ -134,7 +134,7 @@ def test_a_sweep_is_one_process_that_knows_its_commit(launch):
   assert "--distributed" not in output and "--mode=sweep" in output
   assert re.search(r"--setenv=RLVR_JAX_COMMIT=[0-9a-f]{12}\b", output)
   for arguments in ("--type=v5litepod-64", "--type=v5litepod-8 --num_slices=2"):
-    with pytest.raises(LaunchError, match="--mode=sweep runs on one host, these are"):
+    with pytest.raises(LaunchError, match="--mode=sweep runs on one host, but these"):
       launch(f"tpu_vm start {PLACE} {arguments} --dry_run", on_host)
 
 

@@ -101,7 +101,7 @@ def test_an_adapter_of_a_whole_fused_tensor_is_one_of_each_of_its_kernels(tmp_pa
     np.testing.assert_array_equal(found["blocks"][name]["b"][1], rows.T)
   joined = dict(rank_pattern=dict(gate_up_proj=4), alpha_pattern=dict(gate_up_proj=10.0))
   rewrite_as(np.ones((4, 6), np.float32), np.ones((20, 4), np.float32), **joined)
-  with pytest.raises(ValueError, match=r"rank 4, which is not one of rank 2 for each of \['gate'"):
+  with pytest.raises(ValueError, match=r"not 2 adapters of rank 2, one for each of \['gate'"):
     load_adapters(tmp_path, FUSED)
   with pytest.raises(ValueError, match=r"rank_pattern.*is not supported"):
     load_adapters(tmp_path, CONFIG)

@@ -242,14 +242,14 @@ ATTACKS = {
   "info": (lambda c: c.update(info=3), "TypeError"),
   "groups": (lambda c: c.update(groups=[3]), "TypeError"),
   "too many": (lambda c: c["groups"].append(c["groups"][0]), "KeyError"),
-  "draw": (in_head(draw="../../x"), r"'../../x' where a whole number"),
-  "index": (in_head(index=-1), "-1 where a whole number"),
-  "source": (in_head(source=True), "True where a whole number"),
+  "draw": (in_head(draw="../../x"), r"'../../x', expected a whole number"),
+  "index": (in_head(index=-1), "found -1, expected a whole number"),
+  "source": (in_head(source=True), "found True, expected a whole number"),
   "versions": (in_head(versions=[[0, 7]]), "found 7, expected a text"),
   "measured": (in_head(measured={"x": []}), "TypeError"),
-  "huge": (in_part("sizes", T=2**50), "bytes with padding, where"),
-  "negative": (in_part("sizes", T=-1), "-1 where a whole number"),
-  "float": (in_part("sizes", T=7.0), "7.0 where a whole number"),
+  "huge": (in_part("sizes", T=2**50), "bytes with padding, at most"),
+  "negative": (in_part("sizes", T=-1), "found -1, expected a whole number"),
+  "float": (in_part("sizes", T=7.0), "found 7.0, expected a whole number"),
   "wider": (in_part("sizes", layers=3), "has the shape"),
   "axis": (in_part("sizes", places=3), "axes of"),
   "no axis": (lambda c: c["groups"][0]["sizes"].pop("T"), "KeyError"),
@@ -301,7 +301,7 @@ def test_the_size_with_padding_is_bounded_by_the_reader():
   data = encode([make_group(0), make_group(1)], {})
   size = sum(array.nbytes for group in decode(data)[0] for array in group.arrays.values())
   decode(data, max_bytes=size)
-  with pytest.raises(FormatError, match="bytes with padding, where"):
+  with pytest.raises(FormatError, match="bytes with padding, at most"):
     decode(data, max_bytes=size - 1)
 
 

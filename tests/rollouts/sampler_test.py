@@ -208,7 +208,7 @@ def test_a_token_beyond_its_plan_is_said():
   plan = np.full((P, toys.G, toys.T), -1, np.int32)
   plan[..., : toys.STEPS] = 0
   sampler = toys.local(has_plans=True, new_weights=SWITCH)
-  with pytest.raises(ReplayError, match=r"differs from the recorded one: version -1 .* token 4 of"):
+  with pytest.raises(ReplayError, match=r"differs from the recorded run: version -1 .* token 4 of"):
     sampled(sampler, draw(plan=plan))
 
 

@@ -203,7 +203,7 @@ def test_simulated_lags_have_the_distribution_that_is_documented():
   ("versions", "message"),
   [
     ([0, 0, 3], "batch 2 was sampled by version 3, which comes after update 2"),
-    ([0, 1, 1, 0], "batch 3 was sampled by version 0 after one of version 1"),
+    ([0, 1, 1, 0], "batch 3 was sampled by version 0 after a batch of version 1"),
     ([0, 0, 0, 0], "batch 3 was sampled by version 0, a lag of 3 updates, above max_lag = 2"),
   ],
 )

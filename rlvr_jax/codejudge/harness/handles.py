@@ -21,8 +21,8 @@ class UnsupportedTestError(Exception):
 class Handle:
   """An object in the program. Every use of it is a request, whose answer is plain data.
 
-  It has no comparison, arithmetic or `__contains__`, which would send expected values to the
-  program and trust its answer.
+  It has no comparison, arithmetic or `__contains__`: these would send expected values to the
+  program and trust the program's answer.
   """
 
   def __init__(self, program: Program, number: int):
@@ -80,7 +80,7 @@ class Program:
     self._has_program_types = False
 
   def wait_started(self) -> None:
-    """Waits until the program's code has run; raises its exception, if any."""
+    """Waits until the program's code has run; raises the exception that it raised, if any."""
     self._receive_answer()
 
   def look_up(self, names: Sequence[str]) -> dict[str, Any]:
@@ -96,9 +96,9 @@ class Program:
     return self._decode(self._receive_answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Like `request`, for a call; applies the call's changes of mutable arguments to `args`."""
+    """Calls a function of the program; copies its changes of mutable arguments into `args`."""
     operands = [function, list(args), dict(kwargs)]
-    # With a type from the program, a test can make an object that cannot be sent back.
+    # A test that has a type from the program can make objects that cannot be sent to the program.
     is_tests_own = function._number in self._entry_numbers and not self._has_program_types
     data = self._encode(operands) if is_tests_own else self._encode_results(operands)
     self._send({"operation": "call", "operands": data})
@@ -142,7 +142,7 @@ class Program:
     return message
 
   def _mark_ended(self, reason: str) -> EOFError:
-    """Ends the use of the channel; returns the exception to raise."""
+    """Stops using the channel; returns the exception to raise."""
     self._channel = None  # the next message would not answer the next request
     return EOFError(reason)
 
@@ -157,7 +157,7 @@ class Program:
     return encode(value, self._refer)
 
   def _encode_results(self, operands: Any) -> Any:
-    """As `_encode`, for operands from the program; raises TypeError if they are not plain data."""
+    """Encodes values that the program may have returned; raises TypeError if that fails."""
     try:
       return self._encode(operands)
     except UnsupportedTestError as error:

@@ -36,7 +36,7 @@ _AT_RECURSIVE = 0x8000
 
 
 def _check_result(result: int, action: str) -> None:
-  """Raises the OSError of a failed call."""
+  """Raises the OSError of a system call that failed."""
   if result < 0:
     number = ctypes.get_errno()
     raise OSError(number, f"{action}: {os.strerror(number)}")
@@ -126,7 +126,7 @@ def enter_namespaces(paths: Sequence[str]) -> None:
 
 
 def _build_root(paths: Sequence[str]) -> None:
-  """Makes a new root that has only `paths` of the current file system, and drops the rest."""
+  """Makes a new root that has only `paths` of the current file system; unmounts the old root."""
   root = "/sys"  # exists on every system, and is not needed
   _mount("none", "/", None, _PRIVATE)
   _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
@@ -172,18 +172,18 @@ def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) ->
 
 
 def enter_item_namespaces() -> None:
-  """Enters the namespaces of one item; the next child is their first process, see `isolate`."""
+  """Enters new namespaces for one item; the next child is their first process, see `isolate`."""
   _new_user_namespace(_NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
 
 
 def die_first() -> None:
-  """Makes the kernel kill this process and its descendants first if memory runs out."""
+  """If memory runs out, makes the kernel kill this process and its descendants before others."""
   with contextlib.suppress(OSError):
     _write("/proc/self/oom_score_adj", "1000")
 
 
 def isolate() -> None:
-  """Hides everything of other items; to be called by the first process in an item's namespaces."""
+  """Hides other items' processes and files; the first process in an item's namespaces calls it."""
   _unshare(_NEW_MOUNTS)  # not earlier, since the supervisor needs the launcher's /proc
   try:
     # Read-only, so that the item cannot undo `die_first`; without information about the machine.
@@ -215,7 +215,8 @@ def limit_resources(memory_mib: int, seconds: float) -> None:
   for kind, value in limits.items():
     hard_limit = resource.getrlimit(kind)[1]
     value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
-    # Programs may raise the limit of their stack, as contestants do: it counts as address space.
+    # Programs may raise the limit of their stack, as programs for contests do, since the stack
+    # counts as address space.
     resource.setrlimit(kind, (value, hard_limit if kind == resource.RLIMIT_STACK else value))
   prctl(_SET_NO_NEW_PRIVILEGES, 1)
   header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)

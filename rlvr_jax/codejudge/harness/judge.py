@@ -15,11 +15,12 @@ from .handles import Program, UnsupportedTestError
 from .messages import MAX_TEXT, describe
 from .processes import execute
 
-# Makes the calls of a test, yields, and then raises if the program failed; or raises at once.
+# A test in two steps. The first makes all calls. The second raises an error if the test failed, if
+# the first has not raised it.
 _Check: TypeAlias = Iterator[None]
 
 _FAILURES, _CANDIDATE = "__failures__", "__candidate__"  # names in the namespace of tests
-# Decimal itself also accepts underscores, digits of other scripts, and words.
+# Stricter than Decimal, which also accepts underscores, digits of other scripts, and words.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
 
@@ -39,7 +40,8 @@ class Failures:
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   """Runs the tests of one item: first all calls, whatever their results, then the comparisons.
 
-  If a wrong answer ended the calls, a program could learn from their number which guess is correct.
+  If calls ended at a wrong answer, a program could learn from their number which answers are
+  correct.
 
   Args:
     program: a program that has just been started.
@@ -94,11 +96,13 @@ def _make_checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _
   namespace.pop(task.get("entry_point", ""), None)  # a prompt defines only its beginning
   program_names = [name for name in task["names"] if name not in namespace]
   if task["names"] and not program_names:
-    raise UnsupportedTestError(f"the setup imports all that tests use: {task['names']}")
+    raise UnsupportedTestError(
+      f"the tests use only names that the setup imports, none of the program's: {task['names']}"
+    )
   namespace |= program.look_up(program_names)
   if task["style"] == "asserts":
     return [(_shorten(text), _text_check(text, namespace)) for text in task["tests"]]
-  # By a name of its own, since tests may define the entry point's name.
+  # The candidate gets another name, since tests may define the entry point's name.
   namespace[_CANDIDATE] = _look_up(namespace, task["entry_point"])
   return [(task["entry_point"], _text_check(f"{task['test']}\ncheck({_CANDIDATE})", namespace))]
 
@@ -113,7 +117,7 @@ def _shorten(value: Any) -> str:
 
 
 def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
-  """The check of a test that is a text to execute."""
+  """The check for a test that is a text to execute."""
   namespace[_FAILURES] = failures = Failures()
   with failures:
     test = ast.fix_missing_locations(_ContinueAfterAsserts().visit(ast.parse(text)))
@@ -126,9 +130,9 @@ def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
 class _ContinueAfterAsserts(ast.NodeTransformer):
   """Makes a test continue after a failing assert, whose exception `Failures` records.
 
-  Every assert evaluates what a passing assert evaluates, see `_conjuncts`. A message that is not a
-  constant is removed, since it could call the program. An assert within `try` is not changed, since
-  the handlers may expect its exception.
+  Every assert evaluates the expressions that a passing assert evaluates, see `_conjuncts`. A
+  message that is not a constant is removed, since it could call the program. An assert within `try`
+  is not changed, since the handlers may expect its exception.
   """
 
   def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
@@ -148,8 +152,8 @@ class _ContinueAfterAsserts(ast.NodeTransformer):
 def _conjuncts(test: ast.expr, truth: bool = True) -> list[ast.expr]:
   """Expressions that are all true if and only if the truth value of `test` is `truth`.
 
-  Their evaluation makes all the calls that are needed to show this, whatever they return: those of
-  each part of a conjunction, of all elements of `all`, or of `any` under a `not`, and of each
+  Evaluating them makes all the calls that are needed to show this, whatever these return. So each
+  part of a conjunction is evaluated, each element of `all` (under a `not`, of `any`), and each
   operand in a chain of comparisons.
   """
   match test:
@@ -178,12 +182,12 @@ def _negate_unless(truth: bool, test: ast.expr) -> ast.expr:
 
 
 def _call_with_list(name: str, elements: list[ast.expr]) -> ast.expr:
-  """The call of a function with a list of the elements, which evaluates all of them."""
+  """The call of the function `name` with a list of the elements, which evaluates all elements."""
   return ast.Call(ast.Name(name, ast.Load()), [ast.List(elements, ast.Load())], [])
 
 
 def _wrap_chain(chain: ast.Compare, operands: list[ast.expr]) -> ast.expr:
-  """The chain as `(lambda a, b, c: a < b < c)(first, second, third)`."""
+  """The chain first < second < third as `(lambda a, b, c: a < b < c)(first, second, third)`."""
   names = [f"__operand_{number}__" for number in range(len(operands))]
   parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
   values: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
@@ -213,7 +217,7 @@ class Tolerance(NamedTuple):
   """The allowed difference of numbers in an output from the expected numbers."""
 
   absolute: float
-  relative: float  # times the expected number
+  relative: float  # a multiple of the expected number
 
   @classmethod
   def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
@@ -234,7 +238,7 @@ class Tolerance(NamedTuple):
 def _call_check(
   entry: Callable[..., Any], case: Mapping[str, Any], tolerance: Tolerance | None
 ) -> _Check:
-  """The check of a case that calls a function."""
+  """The check for a case that calls a function."""
   output = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
   yield
   if not _is_equal(output, case["output"], tolerance):
@@ -244,8 +248,9 @@ def _call_check(
 def _is_equal(actual: Any, expected: Any, tolerance: Tolerance | None) -> bool:
   """Whether JSON values are equal; a tuple counts as a list, and floats may differ by rounding.
 
-  Without a tolerance, that is 1e-9 relative to an expected float, absolute if that is 0.0; an
-  expected int must match exactly. With one, a number must match exactly where both are ints.
+  Without a tolerance, a number may differ from an expected float by 1e-9 times this float, or by
+  1e-9 if the float is 0.0; an expected int must match exactly. With a tolerance, two ints must
+  match exactly.
   """
   if isinstance(actual, (list, tuple)) and isinstance(expected, list):
     return len(actual) == len(expected) and all(
@@ -267,7 +272,7 @@ def _is_equal(actual: Any, expected: Any, tolerance: Tolerance | None) -> bool:
 
 
 def _stdin_check(program: Program, case: Mapping[str, Any], tolerance: Tolerance | None) -> _Check:
-  """The check of a case that runs the program as a script."""
+  """The check for a case that runs the program as a script."""
   result = program.run_case(case["input"])
   yield
   output = str(result["output"])

@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a sandbox: launcher, and per item a supervisor and a judge."""
+"""Starts and ends a sandbox's processes: a launcher, and for each item a supervisor and a judge."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from .system_calls import compile_filter, filter_system_calls
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 WATCH_S = 0.05  # between polls of an item's memory and time
-ASLEEP_S = 0.2  # of sleep, after which an item is reported to be asleep
-# The share of a second that counts as sleep, by the state of a thread; 1 for other states. A thread
-# that runs or waits for a core (R) does not sleep. State D is a wait for the disk, or a wait that a
-# program arranges (vfork), which must be limited, too.
+ASLEEP_S = 0.2  # an item that has slept longer is reported to be asleep
+# State of a thread → the fraction of its time that counts as sleep; 1 for other states. A thread
+# that runs or waits for a core (R) does not sleep. In state D a thread waits for the disk, or
+# arranges the wait itself (vfork), which must be limited, too.
 _SLEEP = {"R": 0.0, "D": 0.25}
-# What the program's process does, by the program's mode.
+# Mode of a program → the function that its process runs.
 _SERVE = {"calls": serve_calls, "cases": serve_cases, "last": serve_last}
 _MAX_RACES = 100  # retries if threads end while they are counted
-# KiB of memory, of swap, and of page tables.
+# The lines of /proc/PID/status with memory, swap and page tables, in KiB.
 _MEMORY_FIELDS = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
 _MAX_SETTINGS = 4096  # bytes of the settings that come with an item's socket
 
@@ -85,7 +85,7 @@ def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None
 
 
 def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Starts an item's judge, and ensures that none of its processes is left on return."""
+  """Starts an item's judge; when it returns, none of the item's processes is left."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   if settings["isolated"]:
     enter_item_namespaces()
@@ -103,7 +103,8 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
   with contextlib.suppress(ProcessLookupError):
     os.killpg(first, signal.SIGKILL)
     os.kill(first, signal.SIGKILL)
-  # The end of a namespace's first process kills all others, and is reported only after theirs.
+  # When a namespace's first process ends, the kernel kills all others; it reports its end after
+  # theirs.
   status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
   if not settings["isolated"]:
     _kill_children()
@@ -114,13 +115,13 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
 
 
 def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Waits until the judge ends or its caller hangs up; returns a verdict if a limit comes first."""
+  """Waits until the judge ends or the caller hangs up; a verdict if the item exceeds a limit."""
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
   deadline = time.monotonic() + settings["deadline_s"]
   limit_s = settings["time_limit_s"]
-  # Before the item: of the launcher and of this process.
+  # The launcher's and this process's own use, before the item starts.
   initial_seconds = _processor_seconds()
   initial_mib = _memory_mib()
   sleep = Sleep(others={"/proc/1", f"/proc/{os.getpid()}"})
@@ -143,8 +144,8 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
 def _run_judge(item: socket.socket, settings: Mapping[str, Any]) -> None:
   """Runs the judge: receives the program and the tests, and sends the verdict.
 
-  The program can exhaust the judge's memory. So once the program runs, every error here counts as
-  its failure, and nothing more is read.
+  The program can exhaust the judge's memory. So once the program runs, every error in the judge
+  counts as the program's failure, and nothing more is read.
   """
   is_started = False
   try:
@@ -184,8 +185,8 @@ def _list_threads(process: str) -> list[str]:
 def _memory_mib() -> float:
   """Memory of all processes and sockets, without files, MiB.
 
-  Shared memory counts for each process. Every socket counts as full, also those that no process
-  has, since they wait to be accepted or are being sent to another process.
+  Shared memory counts for each process. Every socket counts as full, even one that no process
+  holds: one that waits to be accepted, or is being sent to another process.
   """
   kib = 0.0
   for process in _list_processes():
@@ -197,8 +198,8 @@ def _memory_mib() -> float:
 def _process_memory_kib(process: str) -> float:
   """Memory of a process, KiB; raises OSError if it has ended.
 
-  A main thread that has exited reports no memory; then another thread does. Infinite for a process
-  that replaces its threads faster than they are read.
+  If the main thread has exited, it reports no memory, and another thread is read. The result is
+  infinite for a process that replaces its threads faster than they can be read.
   """
   sizes = _MEMORY_FIELDS.findall(_read(f"{process}/status"))
   for _ in range(_MAX_RACES):
@@ -218,14 +219,15 @@ def _process_memory_kib(process: str) -> float:
 def _socket_mib() -> float:
   """Memory of a full socket, MiB.
 
-  The last message may have half a socket's size, and is accepted completely.
+  The last message may have half a socket's size, and is accepted even if it exceeds the room that
+  is left.
   """
   with socket.socket(socket.AF_UNIX) as any_socket:
     return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
 
 
 class Sleep:
-  """Counts the seconds in which no thread of an item ran, or waited for a core or the disk."""
+  """Counts the seconds in which no thread of an item ran or waited for a core or the disk."""
 
   def __init__(self, others: Collection[str]):
     """Starts counting; `others` are the folders in /proc of processes that are not the item's."""
@@ -235,7 +237,7 @@ class Sleep:
     self._awake_s: dict[str, float] = {}  # by thread
 
   def measure(self) -> float:
-    """Adds the time since the last call; returns `seconds`.
+    """Adds the time asleep since the last call; returns `seconds`, the total.
 
     The kernel's counters (schedstat) are exact, but include a wait for a core only once it is over,
     and ignore the time in which the host gives the core to another machine. So the states of
@@ -276,7 +278,7 @@ def _processor_seconds() -> float:
 
 
 def _kill_children() -> None:
-  """Kills the processes that have become children of this one, if there is no process namespace."""
+  """Kills the processes that have become this process's children, if there is no namespace."""
   while children := _read(f"/proc/self/task/{os.getpid()}/children").split():
     for child in map(int, children):
       with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Messages between two processes: JSON after its length; encodes values and errors."""
+"""Messages between two processes: JSON after its length; and how values and errors become JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PLAIN: tuple[type, ...] = (
 )  # fmt: skip
 _TYPE_NAMES: dict[type, str] = {kind: kind.__name__ for kind in _PLAIN}
 TYPES = {name: kind for kind, name in _TYPE_NAMES.items()}
-# A subclass is encoded as its first base here; bool is listed before its base int.
+# A subclass is encoded as the first type here that is its base, so bool comes before int.
 _BASES: tuple[type, ...] = (
   bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
   collections.deque, fractions.Fraction, decimal.Decimal,
@@ -47,7 +47,7 @@ _BASES: tuple[type, ...] = (
 
 
 def send(channel: socket.socket, message: Any) -> None:
-  """Sends JSON, after its length in 8 bytes."""
+  """Sends a message: 8 bytes with the length of its JSON, then the JSON."""
   data = json.dumps(message).encode()
   channel.sendall(len(data).to_bytes(8, "big") + data)
 
@@ -66,10 +66,10 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
 
 
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
-  """Receives `size` bytes; EOFError if the other side closes the channel before."""
+  """Receives `size` bytes; raises EOFError if the other side closes the channel before."""
   data = bytearray()
   while len(data) < size:
-    # Not more than requested: the following bytes are for the next reader.
+    # Never receives more bytes, since the following bytes are for the next reader.
     part = channel.recv(min(size - len(data), 2**20))
     if not part:
       raise EOFError
@@ -163,7 +163,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception of a name; RuntimeError for other names and for ends of loops."""
+  """The builtin exception with this name; RuntimeError for other names and for StopIteration."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

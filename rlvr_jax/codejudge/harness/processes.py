@@ -33,7 +33,7 @@ def replace_streams(
 ) -> None:  # fmt: skip
   """Closes all descriptors except the channel, and sets the standard streams.
 
-  None stands for /dev/null, or for no channel.
+  A stream that is None becomes /dev/null. `channel` is None if there is no channel.
   """
   os.setsid()
   null = os.open(os.devnull, os.O_RDWR)

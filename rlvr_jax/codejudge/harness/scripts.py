@@ -1,4 +1,4 @@
-"""Runs the program as a script, per case or after other programs, each time in a new process."""
+"""Runs the program as a script, for each case or after other programs, always in a new process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _read_until_exit(process: int, output: int, error: int) -> tuple[bytes, byte
   """Reads two pipes from a process until it ends or prints too much.
 
   Returns:
-    (bytes of `output`, last bytes of `error`).
+    The bytes of `output`, and the last bytes of `error`.
   """
   stdout = bytearray()
   stderr = bytearray()
@@ -146,7 +146,7 @@ def _run_script(sources: Sequence[str], silent: Sequence[str]) -> None:
 
 
 def _run_silently(sources: Sequence[str], namespace: dict[str, Any]) -> None:
-  """Runs programs, each up to its exit, and drops their output; their errors are raised."""
+  """Runs programs up to their exit, and drops their output; raises the errors that they raise."""
   kept = [os.dup(1), os.dup(2)]
   null = os.open(os.devnull, os.O_WRONLY)
   os.dup2(null, 1)

@@ -56,7 +56,7 @@ class Server:
       return error_message(error)
 
   def _changed_arguments(self, before: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """[index, content] of each mutable argument that a call has changed."""
+    """The pair [index, content] of each mutable argument that a call has changed."""
     changed = []
     for index, (data, value) in enumerate(zip(before, args, strict=True)):
       if isinstance(data, list) and data[0] in _MUTABLE:
@@ -101,7 +101,7 @@ class Server:
 
 
 def serve_calls(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Runs the program, then answers the judge."""
+  """Runs the program, then answers the judge's requests."""
   replace_streams(channel)
   module = types.ModuleType("solution")
   sys.modules["solution"] = module  # dataclasses and pickle look it up

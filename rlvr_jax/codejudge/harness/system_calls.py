@@ -9,8 +9,8 @@ import os
 import socket
 from typing import Any
 
-# The standard library, a shell and the C library need no others. Do not add the following, which
-# are excluded on purpose: calls that create memory that belongs to no process (memfd_create,
+# The standard library, a shell and the C library need no other calls. Some calls are excluded on
+# purpose and must not be added: calls that create memory that belongs to no process (memfd_create,
 # shmget, msgget, vmsplice, splice, tee, sendfile), calls by which items could communicate (flock,
 # inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), ways into the kernel, and
 # ways to wait longer for a core than others (setpriority, sched_setscheduler).
@@ -38,7 +38,7 @@ _ALLOWED = """
   epoll_pwait2 bind connect listen accept accept4 getsockname getpeername getsockopt sendto recvfrom
   sendmsg recvmsg sendmmsg recvmmsg shutdown
 """.split()
-# The C library then falls back to older calls, whose arguments a filter can see.
+# If these calls fail, the C library falls back to older calls, whose arguments a filter can see.
 _ABSENT = ("clone3", "openat2")
 
 _ANY = 0xFFFFFFFF  # of an argument of type int, the kernel sees these bits
@@ -49,15 +49,15 @@ _SIGCHLD = 17
 # Calls that are allowed if one element of their list holds. An element maps the index of an
 # argument to (mask, value), and holds if the masked bits of all its arguments have these values.
 _CONDITIONS: dict[str, list[dict[int, tuple[int, int]]]] = {
-  # Streams only: a datagram socket queues messages of many senders, which may have ended.
+  # Only stream sockets: a datagram socket queues messages of many senders, which may have ended.
   "socket": [{0: (_ANY, socket.AF_UNIX), 1: (_KIND_OF_SOCKET, socket.SOCK_STREAM)}],
   "socketpair": [{0: (_ANY, socket.AF_UNIX), 1: (_KIND_OF_SOCKET, socket.SOCK_STREAM)}],
-  # SO_REUSEADDR, which multiprocessing sets; no sizes of buffers.
+  # Only SO_REUSEADDR, which multiprocessing sets, and no sizes of buffers.
   "setsockopt": [{1: (_ANY, socket.SOL_SOCKET), 2: (_ANY, socket.SO_REUSEADDR)}],
   # No shared anonymous memory: it stays even if all of it is unmapped or dropped except one page.
   "mmap": [{3: (_SHARED_ANONYMOUS, bits)} for bits in (0, 0x01, 0x20)],
   "clone": [{0: (_NEW_NAMESPACES, 0)}],
-  # A process that ignores the end of its children is not charged with their processor time.
+  # SIGCHLD cannot be ignored: the processor time of ignored children would not be counted.
   "rt_sigaction": [
     *({0: (_ANY, number)} for number in range(1, 65) if number != _SIGCHLD),
     {0: (_ANY, _SIGCHLD), 1: (2**64 - 1, 0)},  # reads the handler, and changes nothing
@@ -65,11 +65,11 @@ _CONDITIONS: dict[str, list[dict[int, tuple[int, int]]]] = {
   "prlimit64": [{0: (_ANY, 0)}],  # of the process itself
   "preadv2": [{5: (_ANY, 0)}],  # no RWF_NOWAIT, which reveals what others have read
   "pwritev2": [{5: (_ANY, 0)}],
-  # Copies and flags of descriptors; no leases, notifications or pipe sizes.
+  # Only copies and flags of descriptors; no leases, notifications or pipe sizes.
   "fcntl": [{1: (_ANY, command)} for command in (0, 1, 2, 3, 4, 1030)],
-  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; TCGETS and TIOCGWINSZ, which test for a terminal.
+  # FIONREAD, FIONBIO, FIONCLEX and FIOCLEX; TCGETS and TIOCGWINSZ, which test for a terminal.
   "ioctl": [{1: (_ANY, c)} for c in (0x541B, 0x5421, 0x5450, 0x5451, 0x5401, 0x5413)],
-  # Death signal, a thread's name, no new privileges.
+  # The signal at the parent's death, a thread's name, and "no new privileges".
   "prctl": [{0: (_ANY, option)} for option in (1, 15, 16, 38, 39)],
 }
 # File locks succeed without effect: SQLite needs them, and real locks on files that all items can
@@ -130,7 +130,7 @@ def compile_filter() -> bytes:
   library = _load_library()
   refuse = _FAIL | errno.EPERM
   context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(refuse)))
-  # Otherwise calls with the numbers of other architectures would kill the process.
+  # By default, calls with the numbers of other architectures would kill the process.
   attributes = ((_BAD_ARCHITECTURE, refuse), (_OPTIMIZE, _BINARY_TREE))
   for attribute, value in attributes:
     result = library.seccomp_attr_set(context, attribute, ctypes.c_uint32(value))

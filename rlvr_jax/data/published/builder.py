@@ -45,7 +45,7 @@ class Published(tfds.core.GeneratorBasedBuilder):
 
   Args:
     source: published files.
-    paths: split → paths of its files; the key "" has all files if rows name their split.
+    paths: split → paths of its files. If rows name their split, the key "" has all files.
     config: name of the data set.
     data_dir: folder for the prepared records.
   """

@@ -9,9 +9,9 @@ import tensorflow_datasets as tfds
 
 from rlvr_jax.data.published.rows import Record, Row
 
-# The layouts in which a split is published. A layout is a tuple of file names, all of which are
-# read. Names are relative to data_dir, without format. A name that ends in "/" is a folder, all of
-# whose files are read; "/" is data_dir itself.
+# The layouts in which a split may be published. A layout is a tuple of file names, relative to
+# data_dir and without format; all of these files are read. A name that ends in "/" is a folder,
+# whose files are all read; "/" is data_dir itself.
 Layouts = tuple[tuple[str, ...], ...]
 
 
@@ -19,11 +19,11 @@ Layouts = tuple[tuple[str, ...], ...]
 class Dataset(tfds.core.BuilderConfig):
   """Description of a published data set: its files, and how a row becomes a problem."""
 
-  # Split → layouts; the first complete one is read. If rows name their split, the key "" has the
-  # files of all splits.
+  # Split → layouts, of which the first complete one is read. If rows name their split, the only key
+  # is "", with the files of all splits.
   files: Mapping[str, Layouts]
   read: Callable[[Row], Record]
-  split_of: Callable[[Row], str] | None = None
+  split_of: Callable[[Row], str] | None = None  # row → its split, if rows name it
   grader: str  # spec of the grader
   prompt: str  # prompt template over the fields listed in `tasks.published`
 

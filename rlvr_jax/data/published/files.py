@@ -103,7 +103,7 @@ class PublishedFiles:
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
-    """Digest of the files: of their bytes if local, of their listing if remote."""
+    """A digest of the files, by the bytes of local files, and by the listing of remote files."""
     digest = hashlib.sha256()
     for path in paths:
       digest.update(f"{self._stems[path]}\n".encode())
@@ -167,7 +167,7 @@ class PublishedFiles:
 
 
 def _describe_endings(others: Iterable[str]) -> str:
-  """The endings that are read, and the names of files with others."""
+  """A phrase for messages: the endings that are read, and the files with other endings."""
   names = ", ".join(sorted(map(os.path.basename, others))[:_MAX_NAMED])
   found = f": the ending is another one of {names}; rename files of JSON lines to .jsonl"
   return f"({', '.join(FORMATS)}){found if names else ''}"

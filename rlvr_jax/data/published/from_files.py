@@ -43,10 +43,10 @@ def published(
 ) -> Task:
   """Makes a task from the files of a published data set, in the published order.
 
-  Warm start has the first `warm_start_size` chosen problems of the split that have a published
-  solution, train has the other chosen problems, and held-out has the first `held_out_size` problems
-  of the held-out split. Train and warm start exclude held-out questions, even if white space
-  differs. Records are read on access.
+  Problems of the split are chosen by difficulty and length. The first `warm_start_size` chosen
+  problems with a published solution are the warm start, and the other chosen problems are trained
+  on. The first `held_out_size` problems of the held-out split are held out. Train and warm start
+  exclude held-out questions, even if white space differs. Records are read on access.
 
   Args:
     dataset: name of the data set, one of `rlvr_jax.data.published.builder.DATASETS`.
@@ -64,8 +64,8 @@ def published(
     max_question_characters: limit for train and warm start, before the prompt template; 0 for no
       limit.
     prompt: template over {question}, {interface} (how a program will be called; "" for
-      mathematics), {subject}, {difficulty} and {id}; "" for the data set's own.
-    grader: spec of the grader, such as "code(reward='fraction')"; "" for the data set's own.
+      mathematics), {subject}, {difficulty} and {id}; "" for the data set's own template.
+    grader: spec of the grader, such as "code(reward='fraction')"; "" for the data set's own grader.
     prepared_dir: local folder for the records prepared from the files; created if missing.
   Raises:
     OSError: a file is missing or cannot be read, or the prepared records cannot be written.

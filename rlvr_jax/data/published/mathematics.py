@@ -19,7 +19,8 @@ _CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 _MARKED_ANSWER = re.compile(r"#### (\S+)\s*$")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# What is removed from the text between two boxes, and what is left where they are one answer.
+# `_FORMATTING` is removed from the text between two boxes; if `_JOINT` is left, they are one
+# answer.
 _FORMATTING = re.compile(r"\\(?:text\w*|mathrm|mbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}&]")
 _JOINT = re.compile(r"[,;]?(and|or)?(?:[A-Za-z]=)?")
 _CONDITION = re.compile(r"[<>]|\\[lgn]eq?(?![A-Za-z])")
@@ -28,10 +29,10 @@ _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
 
 def last_boxed(text: str) -> str | None:
-  r"""Content of the last \boxed{…}, with balanced braces; None if there is none or it is cut off.
+  r"""Content of the last \boxed{…}, with balanced braces; None if there is no box or it is cut off.
 
-  Boxes with nothing between them but formatting, a comma, "and" or "or" are one answer, as for the
-  grader: \boxed{3} \text{ or } \boxed{4} is "3, 4"; conditions keep their "and" or "or".
+  Like the grader, it counts boxes as one answer if only formatting, a comma, "and" or "or" is
+  between them: \boxed{3} \text{ or } \boxed{4} is "3, 4". Conditions keep their "and" or "or".
   """
   answer: str | None = None
   end = 0
@@ -50,7 +51,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _read_box(text: str, start: int) -> tuple[str | None, int]:
-  """Reads the content of a box; returns it, None if it is cut off, and the index after it."""
+  """The content of a box, which is None if it is cut off, and the index after the box."""
   if text[start : start + 1] != "{":
     bare = _BARE_BOXED.match(text, start)
     return (bare.group(), bare.end()) if bare else (None, start)

@@ -40,7 +40,7 @@ _TEXT_PICKLE = re.compile(
 
 
 def describe_interface(reference: Mapping[str, Any]) -> str:
-  """Describes, for the prompt, how the program is called; "" if the question already does.
+  """A text for the prompt that says how the program is called; "" if the question already says so.
 
   Args:
     reference: reference of a problem; only programming problems have an interface.
@@ -197,7 +197,7 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
-  """Reference of a function whose inputs have one JSON value per line, and outputs one value."""
+  """The reference for a function; each line of a test's input is an argument in JSON."""
   metadata = row.get("metadata", default={})
   try:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -225,7 +225,7 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
 
 
 def _read_cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
-  """Reads test cases: a list, its JSON text, or base64 of zlib of the JSON text or its pickle."""
+  """Reads test cases: a list, its JSON text, or this text or its pickle by zlib and base64."""
   value = row.get(*names, default=[])
   try:
     if isinstance(value, str) and value.strip():

@@ -57,7 +57,7 @@ class Row:
     return self._find(names, default)[1]
 
   def _find(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-    """The name and the value that `get` finds; the first name for the default."""
+    """The name and the value that `get` finds; with the default, the name is the first name."""
     for name in names:
       if self._fields.get(name) is not None:
         return name, self._fields[name]
@@ -83,7 +83,7 @@ class Row:
     raise self.error(f"has {name} = {str(value)[:80]!r}, expected a text")
 
   def check_text(self, what: str, text: str) -> str:
-    """The text; raises ValueError if it has half of a surrogate pair, which UTF-8 cannot write."""
+    """The text; raises ValueError if UTF-8 cannot write it because of half a surrogate pair."""
     if half := re.search("[\ud800-\udfff]", text):
       raise self.error(
         f"has half of a surrogate pair, {half.group()!r}, at character {half.start() + 1} of"

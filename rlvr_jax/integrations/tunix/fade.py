@@ -18,7 +18,7 @@ from rlvr_jax.types import Prompts, TrainBatch
 
 
 class _TrainingRewards(reward_manager.SequenceRewardManager):
-  """Rewards of 0 and 1 in training; raises in an evaluation, which would change FADE's state."""
+  """Rewards of 0 and 1 in training; an evaluation, which would change FADE's state, is an error."""
 
   def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> dict[str, Any]:
     if kwargs["mode"] != str(Mode.TRAIN):

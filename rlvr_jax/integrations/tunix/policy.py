@@ -26,17 +26,17 @@ def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
 
   The loss uses Tunix's settings `loss_agg_mode`, `num_generations`, `beta`, `kl_loss_mode` and
   `kl_clamp_value` like Tunix's own loss; `epsilon` and `loss_algo` have no effect. The behavior
-  policy is that of `old_per_token_logps`, which Tunix records if num_iterations > 1. Without these
-  log-probabilities it is the policy itself, so that all ratios are 1. Batch statistics, such as
-  P3O's effective sample size, are computed on the batch that Tunix passes to the loss: leave
-  `train_micro_batch_size` unset, or set it to `mini_batch_size`.
+  policy's log-probabilities are `old_per_token_logps`, which Tunix records if num_iterations > 1.
+  Without them the behavior policy is the policy itself, so that all ratios are 1. Batch statistics,
+  such as P3O's effective sample size, are computed on the batch that Tunix passes to the loss:
+  leave `train_micro_batch_size` unset, or set it to `mini_batch_size`.
 
   Args:
     loss: policy loss, such as `losses.p3o()`.
-    negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for none.
+    negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for no veto.
   Returns:
-    A function for Tunix's `register_policy_loss_fn`. Its metrics are the learner's of Tunix
-    and the loss's.
+    A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner and
+    those of the loss.
   Raises:
     ValueError: the loss needs log-probabilities that Tunix does not record; at trace time, the
       batch is packed, has importance weights, or does not consist of complete groups.
@@ -92,7 +92,7 @@ def _loss_and_metrics(
   }
   kl = jnp.float32(0)
   if algo_config.beta and train_example.ref_per_token_logps is not None:
-    # Before the exponential: Tunix multiplies by the mask afterwards, and zero times inf is NaN.
+    # Masked before the exponential: Tunix masks by a product afterwards, where 0 times inf is NaN.
     divergence = common.compute_kl_divergence(
       masked_fill(logprobs, response_mask),
       masked_fill(train_example.ref_per_token_logps, response_mask),
@@ -107,7 +107,7 @@ def _loss_and_metrics(
 def _token_losses(
   loss: Loss, negative_veto: Veto | None, logprobs: Array, batch: TrainBatch, train_example: Any
 ) -> tuple[Array, Array, dict[str, Array]]:
-  """Losses f32[P, G, T], the mask for their aggregation, and the values of their metrics."""
+  """The losses f32[P, G, T], the mask for their aggregation, and the values of their metrics."""
   coefficients = train_example.advantages.reshape(batch.mask.shape[:2])
   logprobs = logprobs.reshape(batch.mask.shape)
   statistics = None

@@ -28,7 +28,7 @@ _SUPPORTED = (Qwen2, Qwen3, Llama3, Gemma, Gemma3)
 
 
 class _Model(NamedTuple):
-  """The interface of a model that a Gram matrix of the head needs."""
+  """The part of a model's interface that the head's Gram matrix needs."""
 
   output_head: Head
 
@@ -40,7 +40,7 @@ class _Model(NamedTuple):
 
 
 class _Identity(nnx.Module):
-  """Stands in for an output head."""
+  """An output head that returns its input."""
 
   def __call__(self, x: Array) -> Array:
     return x
@@ -131,8 +131,8 @@ def salt_coefficients(
   gram = streaming() if gram is None else gram
   if not gram.needs_forward:
     raise ValueError(
-      "salt_coefficients: gram = per_rollout runs a model of rlvr_jax; use geometry.streaming() or"
-      " geometry.sketch()"
+      "salt_coefficients: gram = per_rollout runs the model itself, which must be one of rlvr_jax;"
+      " use geometry.streaming() or geometry.sketch()"
     )
   batch = train_batch(train_example, num_generations)
   B, scope = batch.rewards.size, method.scope

@@ -38,10 +38,11 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.types import Array
 
-_REMOVED = "removed"  # folder of checkpoints to be deleted; never the name of a step
-_DAMAGED = "damaged-"  # begins the names of damaged checkpoints that a run has skipped
-# Orbax measures its waits by the wall clock: one that is set would end a save. What hangs ends by
-# `process.deadline`. The wait for folders that are made asynchronously has a limit of its own.
+_REMOVED = "removed"  # folder into which checkpoints are moved before they are deleted
+_DAMAGED = "damaged-"  # prefix of the names of damaged checkpoints that a run has skipped
+# No time limit for orbax: it uses the wall clock, so setting the clock would end a save.
+# `process.deadline` ends a save that hangs. Folders are made synchronously, since waiting for them
+# has another time limit.
 _WAITS = ocp.AsyncOptions(timeout_secs=10**9, create_directories_asynchronously=False)
 _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's files
 
@@ -57,14 +58,14 @@ class Checkpointer:
     workdir: Workdir | None = None,
     short_lived: bool = False,
   ):
-    """Opens or creates `directory`, and removes what a killed save left behind.
+    """Opens or creates `directory`, and removes files that a killed save left behind.
 
     Args:
       directory: contains one directory per saved step, damaged steps included; may be in a
         bucket.
-      keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric` is kept
-        too, as is that of `keep_at_or_before` in `save`.
-      workdir: the run's, whose claim is checked before objects of a bucket are removed.
+      keep: number of latest checkpoints to keep, ≥ 1. The checkpoint with the highest `metric` is
+        kept, too, and the one that `keep_at_or_before` of `save` names.
+      workdir: the workdir of the run; its claim is checked before objects in a bucket are removed.
       short_lived: whether arrays are written quickly, neither compressed nor joined into few files.
     """
     if keep < 1:
@@ -73,11 +74,12 @@ class Checkpointer:
     self.directory = make_absolute(parse_path("the folder of checkpoints", directory))
     self._bucket = open_bucket(self.directory, workdir)
     self._keep, self._return_to = keep, -1
-    # All processes have the same, whatever the first one is removing now.
+    # All processes use the first one's list, since it may be removing files now.
     found = multihost.result_of_first(self._open)
-    self._metrics: dict[int, float | None] = dict(map(tuple, found))  # of complete ones, by step
-    self._writing: dict[int, float | None] = {}  # the one that is being written
-    self._damaged: set[int] = set()  # found by `intact`
+    # Metrics by step, of the complete checkpoints and of the checkpoint that is being written.
+    self._metrics: dict[int, float | None] = dict(map(tuple, found))
+    self._writing: dict[int, float | None] = {}
+    self._damaged: set[int] = set()  # steps of damaged checkpoints that `intact` has found
     self._writer = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(
         arrays=ocp.PyTreeCheckpointHandler(
@@ -113,19 +115,19 @@ class Checkpointer:
       state: pytree of jax arrays, with any sharding.
       host: JSON values (string keys, finite nesting), restored exactly, such as counters.
       arrays: the host's arrays by name, such as scores of pending rollouts.
-      metric: the step with the highest metric is kept; None if the metric was not measured.
+      metric: the metric by which the best step is kept; None if it was not measured.
       keep_at_or_before: the latest saved step at or before this step is also kept until the next
         save, so that the run can go back to it.
     Returns:
-      False if the step was already saved, else True. If a saved step had no metric, `metric` and
-      `host` are added to it.
+      False if the step was already saved, else True. A saved step without a metric then gets
+      `metric` and `host`.
     Raises:
       DiskFullError: too little space; earlier checkpoints are untouched.
       CheckpointError: the earlier save failed.
     """
     self.wait()
     if step in self._metrics:
-      if metric is not None and self._metrics[step] is None:  # its evaluation was interrupted
+      if metric is not None and self._metrics[step] is None:  # the evaluation was interrupted
         self._metrics[step] = metric
         self._amend(step, host, metric)
       return False
@@ -152,8 +154,8 @@ class Checkpointer:
     """Yields the checkpoints, the latest first; names and skips damaged checkpoints.
 
     Args:
-      abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
-        (or of arrays), which may differ from the saved state's.
+      abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` (or of arrays), with
+        the shardings to restore, which may differ from the saved shardings.
     Raises:
       TornCheckpointError: there are checkpoints, and all are damaged.
       ForeignCheckpointError: a checkpoint is of another program, or of a state with another
@@ -174,10 +176,10 @@ class Checkpointer:
         warn(f"{error}; the run goes on from an earlier checkpoint")
         continue
       yield restored
-      del restored  # not in memory while an earlier one is read
+      del restored  # free its memory before an earlier checkpoint is read
 
   def _read(self, step: int, abstract_state: object) -> Restored:
-    """Loads a checkpoint; if it is damaged for one process, all raise TornCheckpointError."""
+    """Loads a checkpoint; if one process finds damage, all processes raise TornCheckpointError."""
     folder = self.directory / str(step)
     remedy = "Use the configuration of the run that saved it, or another --workdir."
     with _damage_of_any():
@@ -200,7 +202,7 @@ class Checkpointer:
       try:
         self._writer.check_for_errors()
       except BaseException:
-        self._writing = {}  # it is told once, and the step is not complete
+        self._writing = {}  # the step is not complete, and the error is raised once
         raise
 
   def wait(self) -> None:
@@ -229,7 +231,7 @@ class Checkpointer:
         self._writer.close()
 
   def _kept(self) -> set[int]:
-    """The steps to keep: the latest, the best (of equal ones the first), and one to return to."""
+    """The steps to keep: the latest, the best (the first of equal steps), and one to return to."""
     steps = self.steps()
     scored = [(x, -step) for step, x in self._metrics.items() if x is not None and x == x]
     best = [-max(scored)[1]] if scored else []
@@ -237,7 +239,7 @@ class Checkpointer:
     return {*steps[-self._keep :], *best, *before}
 
   def _amend(self, step: int, host: Mapping[str, JSON], metric: float) -> None:
-    """Adds a metric, and new values of the host, to a saved checkpoint."""
+    """Adds a metric to a saved checkpoint, and replaces its host values."""
     if jax.process_index() != 0:
       return
     with self._convert_errors():
@@ -251,7 +253,7 @@ class Checkpointer:
   # --- the folder, in the first process -----------------------------------------------------------
 
   def _open(self) -> list[tuple[int, float | None]]:
-    """Removes what killed saves and removals left; returns (step, metric) of the checkpoints.
+    """Removes files left by killed saves and removals; returns (step, metric) of the checkpoints.
 
     Checkpoints whose manifest cannot be read have no metric; `intact` reports them.
     """
@@ -267,14 +269,14 @@ class Checkpointer:
     found: list[tuple[int, float | None]] = []
     for step in saved_steps(self.directory):
       metric = None
-      # Damage is found where a checkpoint is read; other errors end the start.
+      # `intact` reports a damaged manifest; errors of other types are raised here.
       with contextlib.suppress(CheckpointError, ValueError, KeyError, FileNotFoundError):
         metric = read_manifest(self.directory / str(step))["metric"]
       found.append((step, metric))
     return found
 
   def _remove(self, steps: Iterable[int]) -> None:
-    """Removes checkpoints, each at once: a kill leaves none that is damaged and looks complete."""
+    """Removes checkpoints, so that after a kill no partly removed one looks complete."""
     for step in steps:
       if self._bucket is not None:
         self._bucket.delete(f"{step}/{COMMITTED}")
@@ -318,7 +320,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _damage_of_any() -> Iterator[None]:
-  """Context whose TornCheckpointError in one process all processes raise at its end."""
+  """Context that raises a TornCheckpointError of one process in all processes, at its end."""
   try:
     yield
   except TornCheckpointError as error:

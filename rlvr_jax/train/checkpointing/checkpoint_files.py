@@ -39,14 +39,14 @@ from rlvr_jax.types import Array, Params, Tree
 
 MARKER = "rlvr_jax checkpoint 2"
 COMMITTED = "commit_success.txt"  # orbax writes it last
-MANIFEST = "manifest/metadata"  # the file of the item of this name
-_HOST = "host-"  # begins the names of the host's arrays
-# Parts of the errors of tensorstore and gcsfs for a bucket that does not respond, or refuses.
+MANIFEST = "manifest/metadata"  # the file of the item `manifest`
+_HOST = "host-"  # prefix of the names of the host's arrays
+# Words in errors of tensorstore and gcsfs if a bucket does not respond, or refuses access.
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE += ("Forbidden", "Cannot connect")
 
 Entries: TypeAlias = dict[str, JsonObject]  # name → {"shape", "dtype", "checksum"}
-Leaf: TypeAlias = Array | jax.ShapeDtypeStruct  # of a state, or of its shapes
+Leaf: TypeAlias = Array | jax.ShapeDtypeStruct  # leaf of a state, or of an abstract state
 
 
 class CheckpointError(RuntimeError):
@@ -65,7 +65,7 @@ class Restored(NamedTuple):
   """A checkpoint that was read."""
 
   step: int
-  state: Any  # as saved, with the shardings that were asked for
+  state: Any  # with the shardings of the abstract state
   host: JsonObject
   arrays: dict[str, np.ndarray]
 
@@ -73,7 +73,7 @@ class Restored(NamedTuple):
 def saved_steps(directory: pathlib.Path) -> list[int]:
   """The steps with a checkpoint in `directory`, from `storage.places.parse_path`; ascending."""
   paths = [path for path in directory.glob("*") if path.name.isdigit()]
-  if in_bucket(directory):  # where a killed save also leaves a directory
+  if in_bucket(directory):  # in a bucket, a killed save also leaves a directory
     paths = [path for path in paths if (path / COMMITTED).exists()]
   return sorted(int(path.name) for path in paths)
 
@@ -111,7 +111,7 @@ def _manifest(content: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def with_metric(manifest: JsonObject, host: Mapping[str, JSON], metric: float) -> bytes:
-  """The bytes of the new manifest of a saved step, with a metric measured after saving."""
+  """The bytes of a saved step's new manifest, with these host values and metric."""
   content = {name: manifest[name] for name in ("step", "arrays")}
   return json.dumps(_manifest(content | {"host": dict(host), "metric": metric})).encode()
 
@@ -133,7 +133,7 @@ def read_manifest(directory: pathlib.Path) -> JsonObject:
     )
   manifest: JsonObject = json.loads((directory / MANIFEST).read_bytes())
   is_whole = isinstance(manifest, dict) and is_as_written(manifest)
-  former = isinstance(manifest, dict) and manifest.get("manifest")  # where format 1 has its content
+  former = isinstance(manifest, dict) and manifest.get("manifest")  # the content in format 1
   marker = (former or manifest)["marker"] if is_whole or former else MARKER
   if marker != MARKER:
     raise ForeignCheckpointError(
@@ -156,8 +156,8 @@ def read_state(
     directory: the directory of one step.
     abstract_state: see `Checkpointer.restore`.
     if_other: remedy for a ForeignCheckpointError, a sentence.
-    verifies: whether to verify the state; if False, `verify_state` does it later. A thread of one
-      of several processes must not dispatch the programs that verify.
+    verifies: whether to verify the state; if False, `verify_state` does it later. With several
+      processes a background thread must not dispatch the programs that verify.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another
@@ -229,7 +229,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
 
 @contextlib.contextmanager
 def _report_damage(directory: pathlib.Path) -> Iterator[None]:
-  """Converts errors of reading into TornCheckpointError, unless it is not the files' fault."""
+  """Converts errors of reading into TornCheckpointError, unless the files are not to blame."""
   try:
     yield
   except ForeignCheckpointError:
@@ -286,7 +286,7 @@ def _check_same_leaves(
 def _read_arrays(
   directory: pathlib.Path, on_devices: Mapping[str, Leaf], entries: Entries
 ) -> dict[str, Any]:
-  """The arrays of `entries`, first those `on_devices` in that order, then NumPy arrays.
+  """The arrays of `entries` by name: first the arrays `on_devices`, then NumPy arrays.
 
   Raises errors of any type if files are missing, truncated or changed.
   """
@@ -345,8 +345,8 @@ def shorten_error(error: BaseException) -> str:
 def silence_orbax() -> None:
   """Drops orbax's log records; our own errors report the problems that matter to users.
 
-  When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
-  of tensorstore deliver the rest: Python would print a warning or a traceback for each.
+  When a read fails, orbax never awaits some other reads, and closes the event loop that still gets
+  results of tensorstore's threads: Python would print a warning or a traceback for each read.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_not_from_orbax)
@@ -362,6 +362,6 @@ def silence_orbax() -> None:
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
   of_orbax = f"{os.sep}orbax{os.sep}"
-  if record.name == "asyncio":  # says whose error nobody has asked for: a task's, or a read's
+  if record.name == "asyncio":  # its messages name the task or read whose error was not retrieved
     return not any(mark in record.getMessage() for mark in (of_orbax, "tensorstore"))
   return of_orbax not in record.pathname

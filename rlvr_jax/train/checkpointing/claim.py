@@ -35,7 +35,7 @@ class WorkdirError(RuntimeError):
 class _Owner(NamedTuple):
   """The process that has a claim; JSON."""
 
-  id: str  # of the claim
+  id: str  # identifies the claim
   host: str
   process: int
   began: str | None  # when the process started, see `_start_ticks`
@@ -61,7 +61,7 @@ class BucketClaim:
       bucket: the folder.
       beat_s: seconds between heartbeats.
       limit_s: seconds without a heartbeat after which others may take over the folder.
-      machine: identifies the machine since its boot; None for this one.
+      machine: identifies the machine since its boot; None for this machine.
       on_loss: called by another thread with a message when the claim is lost.
     Raises:
       WorkdirError: another process has claimed the folder.
@@ -158,7 +158,7 @@ class BucketClaim:
     )
 
   def _send_heartbeats(self, beat_s: float, on_loss: Callable[[str], object]) -> None:
-    """Sends heartbeats until `close`; runs in a thread. Arguments as of `__init__`."""
+    """Sends heartbeats until `close`; runs in a thread. For arguments see `__init__`."""
     while not self._ended.wait(beat_s):
       start = _now()
       try:
@@ -178,7 +178,7 @@ class BucketClaim:
         pass  # retried until the limit
 
   def _send_heartbeat(self) -> int:
-    """Rewrites the claim; returns its generation. Raises ChangedError if another process has it."""
+    """Rewrites the claim; returns its generation. ChangedError: another process has the claim."""
     try:
       return self._put(self._generation)
     except ChangedError:
@@ -189,10 +189,10 @@ class BucketClaim:
       raise
 
   def _put(self, generation: int) -> int:
-    """Writes the claim if it has this generation; returns the new one."""
+    """Writes the claim if it has this generation; returns the new generation."""
     self._beats += 1
     content = json.dumps(self._owner._asdict() | {"beats": self._beats}) + "\n"
-    # A connection that hangs must not lose the claim: there is time for several within the limit.
+    # A hanging connection must not lose the claim: the limit leaves time for several attempts.
     limit_s = self._owner.limit_s / 5
     return self._bucket.put(OWNER, content.encode(), generation=generation, deadline_s=limit_s)
 
@@ -209,7 +209,7 @@ def _machine_id() -> str:
 
 
 def _start_ticks(process: int) -> str | None:
-  """Start time of a process of this machine, in clock ticks since boot; None if there is none."""
+  """Start time of a process here, in clock ticks since boot; None if there is no such process."""
   try:
     text = pathlib.Path(f"/proc/{process}/stat").read_text()
   except OSError:

@@ -12,12 +12,12 @@ from rlvr_jax.storage.files import JSON, JsonObject
 class HostState(NamedTuple):
   """The host's part of a run's state; JSON values, except `position`."""
 
-  position: Position  # of drawing, behind the last batch that is complete
-  counters: dict[str, float]  # of the run log
+  position: Position  # the state of drawing problems after the last complete batch
+  counters: dict[str, float]  # totals of the run log
   evaluation: dict[str, float]  # values of the last evaluation
   evaluated: int  # number of updates before the last evaluation
   layout: dict[str, JSON]  # machine and layout, see `restore.describe_layout`
-  fingerprints: dict[str, str]  # of the policies of pending batches, see `Policies.state`
+  fingerprints: dict[str, str]  # fingerprints of policies by version, see `Policies.state`
   scored_at: dict[str, int]  # see `Scorer.state`
   written: dict[str, Sequence[int]]  # records before this checkpoint, see `MetricWriter.written`
 

@@ -18,10 +18,11 @@ from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.cluster import multihost
 
 LAYOUT_FILE = "layout.json"  # the machine of the process that last started or resumed a run
-# Fields that configurations of earlier versions lack, and what their runs had, as JSON.
+# Fields that configurations of earlier versions lack, with the values that those runs used; JSON.
 _NEWER = {"prompts.tools": '""'}
 _RENAMED_TASK = "experiments.pretrained.task:sums"
-# Files that a run writes after its configuration; without warm_start, which users may copy.
+# Files that a run writes after its configuration. The folder warm_start is not listed: users may
+# copy it into a new workdir.
 _RUN_FILES = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
 
@@ -70,7 +71,7 @@ class WorkdirLock:
 class StartFiles:
   """The files written by a start, which `close` removes if the start failed.
 
-  Earlier files are kept; so is everything in the workdir of a resumed run.
+  `close` keeps earlier files, and keeps everything in the workdir of a resumed run.
   """
 
   def __init__(self, workdir: Workdir):
@@ -111,7 +112,7 @@ def open_workdir(workdir: str | os.PathLike[str], enter: Enter) -> tuple[Workdir
     workdir: folder of the run, or gs://BUCKET/FOLDER.
     enter: registers an object to be closed when the run ends; returns it.
   Returns:
-    The workdir, and the files of this start, which are removed if it fails.
+    The workdir, and the files of this start, which are removed if the start fails.
   Raises:
     WorkdirError: another process has claimed the workdir, or it cannot be written.
   """
@@ -128,7 +129,7 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
   """Claims a workdir until `close`; only the first process of a run calls this.
 
   Raises:
-    WorkdirError: another process has claimed it.
+    WorkdirError: another process has claimed the workdir.
   """
   if not in_bucket(workdir.path):
     return WorkdirLock(workdir.path)
@@ -140,7 +141,7 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  If samplers read the file, every later start also writes its values of the fields that may differ.
+  If samplers read the file, every later start also writes its own values of `may_differ` fields.
 
   Args:
     workdir: a workdir after `fetch`; created if needed.
@@ -232,7 +233,7 @@ def run_file_names(folder: pathlib.Path) -> list[str]:
 
 
 def _flatten(node: JSON, prefix: str = "") -> Iterator[tuple[str, str]]:
-  """Dotted name and JSON text of every field; an empty group counts as a field."""
+  """Yields (dotted name, JSON text) of every field; an empty group counts as a field."""
   if isinstance(node, dict) and node:
     for key, child in node.items():
       yield from _flatten(child, f"{prefix}.{key}" if prefix else key)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.storage.files import JSON
 
-_HANDSHAKE_S = 10.0  # for the first line of a connection
+_HANDSHAKE_S = 10.0  # seconds to wait for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
 # A host that loses power does not close its connections: it counts as dead after 40 s of silence.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -32,7 +32,7 @@ class ControlError(RuntimeError):
 class Address(NamedTuple):
   """Address at which the first process listens; JSON."""
 
-  hosts: list[str]  # names and IP addresses of its host, to be tried in this order
+  hosts: list[str]  # names and IP addresses of that process's host, to be tried in this order
   port: int
   token: str  # identifies the processes of this run
 
@@ -66,13 +66,13 @@ class _Connection:
 
 
 class _Ended:
-  """The processes whose end is known; any thread may add to them."""
+  """A set of the processes that are known to have ended; any thread may add processes."""
 
   def __init__(self) -> None:
     self._lock, self._processes = threading.Lock(), set[int]()
 
   def add(self, *processes: int, unless: int | None = None) -> bool:
-    """Adds processes; returns whether one of these, or `unless`, was known before."""
+    """Adds processes; returns whether one of them, or `unless`, was already in the set."""
     with self._lock:
       known = not self._processes.isdisjoint({*processes, unless})
       self._processes |= {*processes}
@@ -80,7 +80,7 @@ class _Ended:
 
 
 class Channel:
-  """The connections of one process, each read by a thread; a run of one process has none."""
+  """The connections of a process, each read by a thread; none if the run has one process."""
 
   def __init__(
     self,
@@ -96,14 +96,16 @@ class Channel:
     Args:
       process: index of this process.
       count: number of processes.
-      connections: by process; the first process is connected to all others, they only to it.
+      connections: connections by process: of the first process to all others, of each other process
+        to the first one.
       on_request: called in a thread when another process requests shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
     self.process, self.count = process, count
-    self._phase = "the start"  # of the last exchange that this process began
+    self._phase = "the start"  # the phase of the last exchange that this process began
     self._connections = connections
-    # (phase, value) by process, from a process to the first one, and from the first one to all.
+    # Messages by sender: each maps processes to their (phase, value). A process sends its own to
+    # the first process, which then sends those of all processes to each.
     self._arrived: dict[int, queue.SimpleQueue[dict[int, tuple[str, JSON]]]] = {
       other: queue.SimpleQueue() for other in connections
     }
@@ -175,7 +177,7 @@ class Channel:
     self._handle_end(other, other, "has died or cannot be reached")
 
   def _handle_end(self, other: int, process: int, failure: str) -> None:
-    """Handles the end of a process, reported by `other`: the first process, or `process` itself."""
+    """Handles the end of `process`, which `other` (the first process, or itself) has reported."""
     if self._ended.add(process, unless=other) or not failure:
       return
     self._forward(other, "leave", process, failure)
@@ -185,7 +187,7 @@ class Channel:
     )
 
   def _forward(self, source: int, *message: JSON) -> None:
-    """Forwards a message from `source` to all others; only the first process has any."""
+    """Forwards a message from `source` to all other processes; in the first process only."""
     for other, connection in self._connections.items():
       if other != source:
         connection.send(*message)
@@ -257,7 +259,7 @@ def connect(address: Address, process: int) -> _Connection:
 
 
 def _shake_hands(connected: socket.socket, token: str, process: int) -> int | None:
-  """Sends the index of this process; returns the peer's, None if the peer is of another run."""
+  """Sends this process's index; returns the peer's index, None if the peer is of another run."""
   connected.settimeout(_HANDSHAKE_S)
   line = b""
   with contextlib.suppress(OSError):
@@ -270,7 +272,7 @@ def _shake_hands(connected: socket.socket, token: str, process: int) -> int | No
 
 
 def _host_addresses() -> list[str]:
-  """Addresses of this host, best first; the last one works if all processes share a host."""
+  """Addresses of this host, best first; the last address works if all processes share a host."""
   addresses = [socket.gethostname(), "127.0.0.1"]
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
     probe.connect(("192.0.2.1", 9))  # sends nothing; chooses the interface to the outside

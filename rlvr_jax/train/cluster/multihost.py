@@ -42,18 +42,19 @@ from rlvr_jax.train.cluster.process import (
 
 T = TypeVar("T")
 _ADDRESS_BYTES = 1024
-_CONNECTING_S = 300  # for all processes to connect to the first; they may start minutes apart
-# Shorter than the deadline of the process, whose message could not name the missing process.
+_CONNECTING_S = 300  # until all processes are connected to the first; they start minutes apart
+# Seconds that an exchange waits. `process.deadline` is longer, since its message cannot name the
+# missing process.
 _EXCHANGE_S = 0.9 * DEADLINE_S
 _channel = control.Channel(0, 1, {})  # until several processes are connected
 _left = threading.Event()  # set when this process has announced its end
 _process_waits_s: list[float] = []
-# By thread: the one that generates in the background has phases of its own.
+# Each thread has its own phase, such as the thread that samples in the background.
 _phase = contextvars.ContextVar("phase", default="the start")
 
 
 class OtherProcessError(RuntimeError):
-  """Another process of the run failed; the message is that of the other process's error."""
+  """Another process of the run failed; the message is the message of its error."""
 
 
 def initialize(
@@ -94,7 +95,7 @@ def initialize(
 
 
 def _open_channel(coordinator: str | None) -> None:
-  """Connects the processes by `control`, whose address is broadcast over the devices."""
+  """Connects the processes by TCP, see `control`; the address is broadcast over the devices."""
   global _channel
   process, count = jax.process_index(), jax.process_count()
   if count == 1:
@@ -118,7 +119,7 @@ def _open_channel(coordinator: str | None) -> None:
 
 
 def _exit_with(message: str) -> None:
-  """Ends this process after another one died or failed, for which it would wait forever."""
+  """Ends this process after another process died or failed: it would wait for it forever."""
   if not _left.wait(1.0):  # meanwhile a more specific message may be printed
     os.write(2, f"error: {message}\n".encode())  # sys.stderr may be silenced
     os._exit(1)
@@ -215,7 +216,7 @@ def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
 
 
 def result_of_first(action: Callable[[], JSON]) -> Any:
-  """Runs `action` on the first process, like `run_together`; all get its result, which is JSON."""
+  """Runs `action` on the first process, like `run_together`; all processes get its JSON result."""
   return exchange(run_on_first(action, None))[0]
 
 
@@ -255,7 +256,7 @@ def exit_on_error() -> Iterator[None]:
     if _channel.count == 1:
       raise
     if isinstance(error, Exception):
-      time.sleep(3.0)  # if the cause is the death of another process, `_exit_with` reports it
+      time.sleep(3.0)  # if another process has died, `_exit_with` reports this first
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:

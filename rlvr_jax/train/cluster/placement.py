@@ -18,10 +18,10 @@ class Placement:
 
   Attributes:
     mesh: the mesh for updates and evaluations.
-    generation_mesh: the mesh for sampling rollouts; `mesh` itself, or that of
+    generation_mesh: the mesh for sampling rollouts: `mesh` itself, or the mesh of
       `config.generation_mesh`.
-    compared_mesh: the mesh for comparing sampler and trainer: `mesh`, if the sampling policy is on
-      its devices; otherwise a mesh of the devices of `generation_mesh`.
+    compared_mesh: the mesh for comparing sampler and trainer: `mesh` if rollouts are sampled on its
+      devices; otherwise a mesh of the devices of `generation_mesh`.
     row_layout: the row layout of the rollouts of a training batch.
     compared_layout: the row layout for comparing sampler and trainer.
     state: the train state, as shapes, dtypes and shardings.

@@ -28,7 +28,7 @@ DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
-_FEW_CORES = 8  # whose threads can share one lock of malloc
+_FEW_CORES = 8  # up to so many cores, all threads share one arena of malloc
 MUCH_FREED = 2**29  # bytes; more are returned to the kernel between the phases of a run
 _YOUNG_OBJECTS = 10_000
 
@@ -45,9 +45,9 @@ def keep_freed_memory() -> None:
   libc = ctypes.CDLL("libc.so.6")
   libc.mallopt(_M_MMAP_MAX, 0)
   if usable_cores() <= _FEW_CORES:
-    # In another arena than the first, 64 MiB and more are mapped anew each time all the same.
+    # Other arenas than the first would still map blocks of 64 MiB and more anew each time.
     libc.mallopt(_M_ARENA_MAX, 1)
-  libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never; 2**31 - 1 would return all of 2 GiB and more
+  libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never trim; 2**31 - 1 would trim at 2 GiB of free memory
   libc.mallopt(_M_TOP_PAD, 2**26)
 
 
@@ -81,7 +81,7 @@ def return_freed_memory() -> None:
 
 
 def collect_garbage_less_often() -> None:
-  """Makes Python look for cycles of objects after 10,000 new ones, not after 700.
+  """Makes Python look for cycles of objects after 10,000 new objects, not after 700.
 
   Otherwise records that live through a burst, such as the turns of dialogues, would be promoted to
   the oldest generation. Every few batches Python would then search all objects, which takes 0.2 s
@@ -108,8 +108,8 @@ def quiet_compiler() -> None:
 
   is_alone = jax.default_backend() == "cpu" and jax.process_count() == 1
   if is_alone and os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax itself sets 1
-    jax.config.update("jax_logging_level", "CRITICAL")  # of Python's loggers too …
-    jax.config.update("jax_logging_level", "NOTSET")  # … which this gives back
+    jax.config.update("jax_logging_level", "CRITICAL")  # also silences Python's loggers …
+    jax.config.update("jax_logging_level", "NOTSET")  # … which this turns on again
 
 
 def current_commit() -> str | None:
@@ -184,7 +184,7 @@ def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
     logging.warning(
       "%s, where compiled programs are kept for all runs, cannot be written: %s. This run keeps its"
-      " own in %s; JAX_COMPILATION_CACHE_DIR names another folder",
+      " programs in %s; JAX_COMPILATION_CACHE_DIR names another folder",
       *(shared, error, of_run),
     )
     return of_run
@@ -226,14 +226,14 @@ def exit_immediately(message: str) -> NoReturn:
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-  time.sleep(0.2)  # for writes that have already begun
+  time.sleep(0.2)  # time for writes that have already begun
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 
 
 @contextlib.contextmanager
 def exit_after(seconds: float, message: str) -> Iterator[None]:
-  """Context that ends the process with a message after `seconds`; devices have no time limit."""
+  """Context that ends the process with a message if it takes longer than `seconds`."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()
@@ -286,7 +286,7 @@ def total_wait_s() -> float:
 def restart_deadline() -> None:
   """Restarts the deadline, if one is open."""
   if _open_deadlines:
-    # Not a Python thread: native code that hangs may hold the interpreter's lock.
+    # A Python thread could not do this: native code that hangs may hold the interpreter's lock.
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=2)  # stderr may be silenced
   else:
     faulthandler.cancel_dump_traceback_later()
@@ -366,7 +366,7 @@ def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
 def _watch_signals(
   reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]
 ) -> None:
-  """Runs in a thread; the interpreter writes the number of each signal to the other socket."""
+  """Handles signals, in a thread: the interpreter writes their numbers to the other socket."""
   interrupts = 0
   while received := reader.recv(64):
     interrupts += received.count(signal.SIGINT)

@@ -27,8 +27,8 @@ from rlvr_jax.types import Array, Params, TrainBatch, Tree
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
 
-# First match wins; kernels of the scanned blocks carry the layer axis first. Matrices in 8 bits
-# have values and a scale.
+# (pattern of a parameter's path, its axes); the first match wins. Kernels of scanned blocks have
+# the layer axis first. Matrices quantized to 8 bits have values and a scale.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r"embedding(/values|/scale)?$", PartitionSpec("tensor", "fsdp")),
   (r"head_kernel(/values|/scale)?$", PartitionSpec("fsdp", "tensor")),
@@ -38,7 +38,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   ),
   (r"blocks/(delta/|full/)?(output|down)(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
   (r"blocks/delta/(\w+_taps|log_rate|decay_bias)$", PartitionSpec(None, "tensor")),
-  # Of experts, [layers, E, D, F] and [layers, E, F, D]: gathered over fsdp, as other kernels.
+  # Kernels of experts, [layers, E, D, F] and [layers, E, F, D], are sharded like other kernels.
   (r"blocks/experts/router$", PartitionSpec(None, "fsdp")),
   (
     r"blocks/experts/(gate|up)(/values|/scale)?$",
@@ -50,7 +50,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     PartitionSpec(None, "fsdp", "tensor"),
   ),
   (r"blocks/experts/shared_down(/values|/scale)?$", PartitionSpec(None, "tensor", "fsdp")),
-  # LoRA; ranks are small.
+  # Adapters: their ranks are small, so only the other dimension is sharded.
   (r"blocks/(delta/|full/)?(output|down)/a$", PartitionSpec(None, "tensor")),
   (r"blocks/(delta/|full/)?(output|down)/b$", PartitionSpec(None, None, "fsdp")),
   (r"blocks/(delta/|full/)?\w+/a$", PartitionSpec(None, "fsdp")),
@@ -102,7 +102,7 @@ def make_mesh(
   if slices == 1:
     try:
       return jax.make_mesh(sizes, AXES, axis_types=types, devices=chosen)
-    except NotImplementedError as error:  # an axis would cross the slice's links at an angle
+    except NotImplementedError as error:  # the axes do not fit the slice's torus
       raise ValueError(
         f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} does not lie along the axes of"
         f" a slice of {chosen[0].device_kind}, {available} devices; choose other factors of"
@@ -227,7 +227,7 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
   """The layout of a network on a mesh.
 
   Args:
-    mesh: None for one device.
+    mesh: the mesh; None for one device.
     parameters: the mesh on which the parameters are sharded, with the same devices; None for
       `mesh`.
   """
@@ -239,24 +239,24 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations [P, ...] sharded on prompts; weights are moved instead."""
+  """A function that keeps activations [P, ...] sharded on prompts; only weights are then moved."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def make_residual(mesh: Mesh) -> Residual:
-  """The residual stream, sharded on prompts, and on tokens over `tensor` (sequence parallelism).
+  """Functions that shard the residual stream on prompts, and on tokens over `tensor`.
 
-  Gradients get the inverse constraints: otherwise XLA gathers them along features, and sums the
-  gradients of complete kernels.
+  The latter is sequence parallelism. Gradients get the inverse constraints: otherwise XLA gathers
+  them along features, and sums the gradients of complete kernels.
   """
   rows = batch_constraint(mesh)
   if mesh.shape["tensor"] == 1:
     return Residual(keep=rows)
   sharded = NamedSharding(mesh, PartitionSpec(*BATCH, "tensor"))
 
-  def tokens(x: Array) -> Array:  # replicated over `tensor` unless it divides their number
+  def tokens(x: Array) -> Array:  # replicated unless `tensor` divides the number of tokens
     divides = x.shape[1] % mesh.shape["tensor"] == 0
     return jax.lax.with_sharding_constraint(x, sharded) if divides else rows(x)
 
@@ -280,9 +280,9 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
   The parameters stay sharded along tensor.
 
   Args:
-    mesh: the mesh of the result.
-    rearranged: whether the parameters come from another layout of the same devices. Then a device
-      first gets a part of its final shard, so that no device gathers parameters that only other
+    mesh: the mesh of the gathered parameters.
+    rearranged: whether the parameters come from a mesh with another order of the same devices. If
+      so, a device first gets a part of its final shard: it gathers no parameters that only other
       devices need.
   """
   if mesh.size == 1:
@@ -298,7 +298,7 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
 
 
 def decoding_shardings(params: Params, mesh: Mesh) -> Params:
-  """The shardings of the parameters for decoding, with one layer's in "blocks".
+  """The shardings of the parameters for decoding; "blocks" has the shardings of a single layer.
 
   Args:
     params: shapes of the stacked parameters.
@@ -310,7 +310,7 @@ def decoding_shardings(params: Params, mesh: Mesh) -> Params:
 
 
 def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> Params:
-  """`shardings` with other axes in place of fsdp, in dimensions that they divide."""
+  """`shardings` with `axes` in place of fsdp, in dimensions that the sizes of `axes` divide."""
 
   def replace(sharding: NamedSharding, x: Array) -> NamedSharding:
     devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
@@ -326,7 +326,7 @@ def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> P
 def host_result_sharding(mesh: Mesh) -> NamedSharding:
   """The sharding of batch-sized results that the host reads: replicated with several processes.
 
-  The program that computes the results then also gathers them. A separate gather would wait in the
+  So the program that computes the results gathers them, too. A separate gather would wait in the
   devices' queue after programs dispatched in the meantime.
   """
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated_sharding(mesh)
@@ -354,7 +354,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
-  """A sharding for every leaf: arrays [P, ...] as `groups`, each micro-batch on its rows."""
+  """A sharding for every leaf: `groups` for arrays [P, ...], on rows for packed micro-batches."""
 
   def shard(tree: Tree, spec: PartitionSpec) -> Tree:
     shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
@@ -374,6 +374,8 @@ def batch_to_devices(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATC
   """Puts a batch of the host, equal on every process, on devices as global arrays.
 
   Args:
+    batch: a batch of NumPy arrays.
+    mesh: the mesh of the devices.
     groups: the sharding of arrays [P, ...]: over prompts, or replicated.
   """
   shardings = batch_shardings(batch, mesh, groups)

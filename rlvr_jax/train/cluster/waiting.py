@@ -30,10 +30,10 @@ def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
 
 
 def gather_answers(action: Callable[[], JSON]) -> list[Any]:
-  """The results of an action in all processes; an error in one process ends all processes.
+  """The results of an action in all processes, in order; an error in one process ends the others.
 
   Raises:
-    EndRequestedError: shutdown was requested; no burst would notice it while all rollouts wait.
+    EndRequestedError: shutdown was requested; while nothing is sampled, only this call notices.
   """
   multihost.raise_if_shutdown_requested()
   return multihost.exchange(multihost.run_together(action))

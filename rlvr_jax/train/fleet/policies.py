@@ -37,16 +37,16 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.programs import published_params
 from rlvr_jax.types import Params
 
-DAMAGED_S = 20.0  # in which a trainer that starts writes what is damaged anew; else the run ends
-_AGAIN_S = 1.0  # until a damaged policy is read again
-KEEP = 3  # the latest ones: a sampler that begins to restore one has two updates' time to finish
+DAMAGED_S = 20.0  # seconds that a policy may be damaged: a restarting trainer writes it again
+_AGAIN_S = 1.0  # seconds until a damaged policy is read again
+KEEP = 3  # policies that are kept: a sampler has the time of two updates to restore one
 
 
 class Policy(NamedTuple):
-  """The name of a policy, which trainer and samplers share."""
+  """The version and fingerprint by which trainer and samplers name a policy."""
 
   version: int  # number of updates before it
-  fingerprint: str  # of the trainer's parameters, see `generation.policies.lazy_fingerprint`
+  fingerprint: str  # identifies the parameters, see `generation.policies.lazy_fingerprint`
 
 
 class PolicyDamagedError(RuntimeError):
@@ -54,7 +54,7 @@ class PolicyDamagedError(RuntimeError):
 
 
 class PolicyPublisher:
-  """Publishes policies and keeps the latest ones; all processes of a trainer call it together."""
+  """Publishes policies and keeps the latest few; all processes of a trainer call it together."""
 
   def __init__(
     self,
@@ -74,8 +74,8 @@ class PolicyPublisher:
       adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
       workdir: the workdir of the run, which guards writes into a bucket.
-      beside: writes the run's checkpoints. Several processes write one thing at a time: orbax's
-        barriers do not tell two saves apart.
+      beside: the checkpointer of the run. Several processes finish its save before they publish,
+        since orbax's barriers do not tell two saves apart.
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
@@ -89,8 +89,8 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters and writes them in the background.
 
-    Waits until the previous policy is written. Removes policies of this version and of later
-    versions that an earlier trainer has written: they may be damaged, or of lost updates.
+    Waits until the previous policy is written. Removes policies of this and later versions, which
+    the trainer wrote before a restart: they may be damaged, or their updates may be lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -116,10 +116,10 @@ class PolicyPublisher:
     }
 
   def published(self) -> list[Policy]:
-    """The policies that can be restored now, the newest last; any thread may ask."""
+    """The policies that can be restored now, the newest last; any thread may call this."""
     writing = self._writing
     if writing is not None and writing.version in saved_steps(self._folder):
-      if self._writing is writing:  # else the next one has begun meanwhile
+      if self._writing is writing:  # unless `publish` has begun the next policy meanwhile
         self._writing = None
       kept = sorted({**self._published, writing.version: writing}.items())[-self._keep :]
       self._published = dict(kept)
@@ -157,7 +157,7 @@ class Restoring(NamedTuple):
 
   params: Params
   seconds: float
-  bytes: int  # that this process's devices have of it
+  bytes: int  # bytes of the policy on this process's devices
 
 
 class PolicyReader:
@@ -167,16 +167,16 @@ class PolicyReader:
     """Reads nothing yet.
 
     Args:
-      folder: the folder that the trainer's `PolicyPublisher` has.
+      folder: the folder of the trainer's `PolicyPublisher`.
       abstract: the result of `abstract_policy`, on this sampler's mesh.
     """
     silence_orbax()
     self._folder = make_absolute(parse_path("the folder of policies", folder))
-    self._damaged: dict[Policy, float] = {}  # since when
+    self._damaged: dict[Policy, float] = {}  # when damage of a policy was first seen
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy, and verifies every leaf; with several processes, `verify` does that.
+    """Restores a policy and verifies every leaf; several processes call `verify` to verify.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.
@@ -201,7 +201,7 @@ class PolicyReader:
       )
     except TornCheckpointError as error:
       self._raise_if_damaged(policy, error)
-      raise gone from error  # the trainer removes the oldest: the newest is read instead
+      raise gone from error  # the trainer has removed it: the sampler reads the newest policy
     except ForeignCheckpointError:
       if not (folder / MANIFEST).exists():
         raise gone from None
@@ -227,7 +227,7 @@ class PolicyReader:
   def _raise_if_damaged(self, policy: Policy, error: Exception) -> None:
     """Raises PolicyDamagedError if a policy is there and could not be read for `DAMAGED_S`.
 
-    Before that it waits a moment, so that the next attempt is not made at once.
+    Until then it waits `_AGAIN_S`, so that the caller does not read again at once.
     """
     since = self._damaged.setdefault(policy, time.monotonic())
     folder = self._folder / str(policy.version)

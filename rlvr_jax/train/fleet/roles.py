@@ -56,14 +56,14 @@ from rlvr_jax.train.setup.grading import named_graders, used_graders
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 from rlvr_jax.types import Params
 
-FOLDER = "fleet"  # of a workdir, where trainer and samplers meet
-WEIGHTS = "fleet_weights"  # of a workdir, the published policies
-# Fields that a sampler may have otherwise than the trainer: those of its machine.
+FOLDER = "fleet"  # folder of a workdir where trainer and samplers meet
+WEIGHTS = "fleet_weights"  # folder of a workdir for the published policies
+# Fields of a sampler's machine, which may differ from the trainer's.
 OF_A_SAMPLER = (
   *("mesh", "generation_mesh", "compiler_options", "sampling.slots", "logging"),
   *("grading.num_workers", "environment.processes", "generation_deadline_s"),
 )
-# Fields that a resumed run may change, and its samplers then follow.
+# Fields that a resumed run may change; its samplers then use the new values.
 _SETTINGS = ("fleet", "grading", "max_behavior_gap")
 
 
@@ -77,12 +77,12 @@ OF_THE_RUN = (
   ForeignGraderError,
 )
 _COMPARED_PROBLEMS = 16
-_WRITTEN_S = 0.1  # between two looks whether a policy is written
+_WRITTEN_S = 0.1  # seconds between two checks whether a policy is written
 T = TypeVar("T")
 
 
 class FleetSampler:
-  """A fleet as the sampler of a trainer's processes; the first process exchanges the files."""
+  """The `Sampler` of a trainer with a fleet; the first process exchanges files with samplers."""
 
   def __init__(
     self,
@@ -96,13 +96,13 @@ class FleetSampler:
 
     Args:
       settings: the result of `trainer_settings`.
-      publisher: into the folder `WEIGHTS` of the workdir.
+      publisher: writes policies into the folder `WEIGHTS` of the workdir.
       policies, workdir: policies and workdir of the run.
       has_all: whether all batches of the run are sampled.
     """
     self._publisher, self._has_all, self._poll_s = publisher, has_all, settings.poll_s
     self._measured: dict[str, float] = {}
-    self._not_announced = ""  # why samplers do not hear of the last policy
+    self._not_announced = ""  # why the last policy could not be announced to samplers
     known = {int(version): x for version, x in policies.state().items()}
     begin = lambda: RemoteSampler(
       Exchange(open_objects(workdir.path / FOLDER, workdir.guard)),
@@ -130,8 +130,8 @@ class FleetSampler:
     """Waits for groups; all processes get the same groups.
 
     Raises:
-      SamplerStoppedError: waiting is useless, see `RemoteSampler.look`; or the samplers cannot get
-        the last policy.
+      SamplerStoppedError: no group can come any more, see `RemoteSampler.look`; or the last policy
+        could not be published.
     """
     began = time.monotonic()
     while not (groups := self._look_together(time.monotonic() - began)):
@@ -145,7 +145,7 @@ class FleetSampler:
     return self._look_together(0.0)
 
   def _look_together(self, waited_s: float) -> list[Group]:
-    """The groups that have come, in all processes the same; see `RemoteSampler.look`."""
+    """The groups that have arrived, the same in all processes; see `RemoteSampler.look`."""
     multihost.raise_if_shutdown_requested()
     restart_deadline()
     if failures := [
@@ -159,7 +159,7 @@ class FleetSampler:
     return decode(base64.b64decode(text))[0] if text else []
 
   def _look(self, waited_s: float) -> tuple[str, str]:
-    """(why waiting is useless, the groups that have come), each "" if there is nothing."""
+    """(error of the fleet, encoded groups that have arrived); "" for no error, "" for no groups."""
     try:
       groups = self._remote.look(waited_s) if self._remote is not None else []
     except FleetError as error:
@@ -180,7 +180,7 @@ class FleetSampler:
         self._remote.end()
 
   def _when_written(self, policy: Policy, announce: Callable[[], None]) -> None:
-    """Announces a policy once samplers can restore it, which a thread waits for."""
+    """Starts a thread that announces a policy as soon as samplers can restore it."""
 
     def wait() -> None:
       deadline = time.monotonic() + 3600.0
@@ -189,7 +189,7 @@ class FleetSampler:
           if any(known.version == policy.version for known in self._publisher.published()):
             return announce()
           time.sleep(_WRITTEN_S)
-      except Exception as error:  # told by `take`, which would wait in vain
+      except Exception as error:  # `take` raises it, since it would wait in vain
         self._not_announced = f"version {policy.version} could not be announced: {error}"
 
     threading.Thread(target=wait, name="announces a policy", daemon=True).start()
@@ -201,8 +201,8 @@ class FleetSampler:
 class ComparedSampler:
   """A sampler of this program that compares each policy's first group with the trainer's network.
 
-  It samples the groups that a trainer requests. It refuses a problem that names a user's grader
-  which its own task does not name.
+  It samples the groups that a trainer requests. It refuses a problem with a user's grader that its
+  own task does not name.
   """
 
   def __init__(
@@ -216,10 +216,10 @@ class ComparedSampler:
     """Binds the objects of a sampler's program.
 
     Args:
-      inner: samples.
+      inner: samples and grades the groups.
       policies: the policies that `inner` loads.
       sources, task: sources and task of the run.
-      compare: `agreement.behavior_gaps` with the arguments bound that all comparisons share.
+      compare: `agreement.behavior_gaps`, with arguments bound that are equal for all comparisons.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
     self._compare_with_trainer = compare
@@ -248,8 +248,8 @@ class ComparedSampler:
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
         f"the trainer sends a problem with the grader {foreign[0]!r}, which none of the first"
-        " problems of this sampler's task names. A sampler imports no other: name it in one of"
-        " them, and start again in another --workdir"
+        " problems of this sampler's task names. A sampler imports only graders of those problems:"
+        " name it in one of them, and start again in another --workdir"
       )
 
   def take(self) -> list[Group]:
@@ -261,20 +261,20 @@ class ComparedSampler:
     try:
       return [self._compare(group) for group in self._inner.take()]
     except EndRequestedError:
-      return []  # the caller sees the request by itself
+      return []  # the caller checks for requests itself
 
   def close(self) -> None:
-    """Does nothing: nothing runs in the background."""
+    """Does nothing, since nothing runs in the background."""
 
   def _compare(self, group: Group) -> Group:
-    """The group, with the gaps of a comparison if its policy had not been compared."""
+    """The group, with the gaps of a comparison unless its policies have been compared before."""
     policies, live = self._policies, self._sources.live
     source = live[group.source]
     versions = {*group.versions} or {0}
     if all((version, group.source) in self._checked for version in versions):
       return group
     used = policies.used({v for v in versions if (v, group.source) not in self._checked})
-    if not group.versions:  # of another run's policy: it needs no parameters of this one
+    if not group.versions:  # sampled by another run's policy, so no version of this run is needed
       used = policies.newest_used()
     if not used:
       return group
@@ -294,10 +294,10 @@ class ComparedSampler:
 
 
 class Leader:
-  """The sampler of the first of several processes; it tells the other processes what to do."""
+  """The sampler of the first of several processes; it sends its calls to the other processes."""
 
   def __init__(self, inner: ComparedSampler, reader: PolicyReader):
-    """Binds the sampler of this process; `reader`: of policies, on the mesh of all processes."""
+    """Binds this process's sampler, and a reader of policies on the mesh of all processes."""
     self._inner, self._reader = inner, reader
 
   def offer(self, policy: Policy) -> None:
@@ -316,7 +316,7 @@ class Leader:
     _tell("close")
 
   def is_ending(self) -> bool:
-    """Whether the program is to end; also tells the other processes that the first one waits."""
+    """Whether the program is to end; all processes learn the answer."""
     _tell("wait")
     return _is_ending()
 
@@ -326,7 +326,7 @@ def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
   while True:
     command, *arguments = multihost.exchange(None)[0]
     if command == "offer":
-      with contextlib.suppress(PolicyGoneError):  # the first process is told too
+      with contextlib.suppress(PolicyGoneError):  # the first process gets the same error
         _offer(inner, reader, *arguments)
     elif command == "want":
       inner.want(draw_from_json(arguments[0]), arguments[1])
@@ -343,7 +343,7 @@ def _tell(*command: JSON) -> None:
 
 
 def _is_ending() -> bool:
-  """Whether this program is to end; all its processes ask together."""
+  """Whether this program is to end; all its processes call this together."""
   restart_deadline()
   return multihost.any_process(shutdown_requested())
 
@@ -352,7 +352,7 @@ def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerpri
   """Restores a policy in all processes, and lets it sample.
 
   Raises:
-    PolicyGoneError: in all processes, if it is gone for one of them.
+    PolicyGoneError: the policy is gone for at least one process; all processes raise this.
   """
   policy = published.Policy(version, fingerprint)
   params = _unless_gone(lambda: reader.restore(policy)).params
@@ -361,7 +361,7 @@ def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerpri
 
 
 def _unless_gone(action: Callable[[], T]) -> T:
-  """The result of an action in all processes; raises PolicyGoneError in all if it does in one."""
+  """The result of an action; if it raises PolicyGoneError in one process, all processes do."""
   result: list[T] = []
 
   def attempt() -> None:
@@ -400,7 +400,7 @@ def sample_for(
     Exchange(open_objects(folder / FOLDER)),
     sampler if is_alone else leader,
     settings,
-    restore if is_alone else lambda version, fingerprint: {},  # the leader restores it
+    restore if is_alone else lambda version, fingerprint: {},  # the leader restores policies
     ends_run=OF_THE_RUN,
     stop=_is_ending if is_alone else leader.is_ending,
     say=say,
@@ -527,7 +527,7 @@ def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
   if not theirs.get("fleet", {}).get("samplers", False):
     raise WorkdirError(
       f"{folder} belongs to a run that samples by itself; start its trainer again with"
-      " --config.fleet.samplers=True, or train another one"
+      " --config.fleet.samplers=True, or train another run"
     )
   if differences := _differences(theirs, ours, OF_A_SAMPLER):
     lines = [f"  {name}: {old} in the workdir, {new} here" for name, old, new in differences]
@@ -541,7 +541,7 @@ def check_same_run(ours: Mapping[str, JSON], folder: pathlib.Path) -> None:
 def _differences(
   theirs: Mapping[str, JSON], ours: Mapping[str, JSON], may_differ: Sequence[str]
 ) -> list[tuple[str, str, str]]:
-  """As `differing_fields`; a field that is not set may as well be absent."""
+  """The result of `differing_fields`, without fields that are null or absent on both sides."""
   found = differing_fields(theirs, ours, may_differ)
   return [fields for fields in found if not {*fields[1:]} <= {"absent", "null"}]
 
@@ -549,7 +549,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """The sources, with the checkpoint of another run with which the trainer began, if any.
+  """The sources, with the checkpoint of another run, if any, that the trainer's run began with.
 
   Args:
     sources: the sources made from the present configuration.

@@ -32,7 +32,7 @@ class Compared(NamedTuple):
   """The result of a comparison."""
 
   gaps: dict[str, float]  # metrics
-  versions: list[int]  # of which tokens of all sources were compared and checked
+  versions: list[int]  # versions that have been checked on tokens of every source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Agreement:
   Attributes:
     sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
-    mixes_caches: whether a token's cache may come from several versions.
-    samplers_compare: whether the sampling programs do the comparison themselves.
+    mixes_caches: whether the cached keys and values before a token may come from several versions.
+    samplers_compare: whether the sampling programs of a fleet compare, so that `measure` need not.
   """
 
   sources: Sources
@@ -55,15 +55,15 @@ class Agreement:
   samplers_compare: bool
 
   def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
-    """Compares a draw with the trainer, unless its policies have been compared.
+    """Compares a draw's log-probabilities with the trainer's, unless its policies were compared.
 
     Args:
       groups: the groups of the draw, in order.
       version: the version of the policy that the draw began with.
       checked_version: the version of the policy that was compared last.
     Returns:
-      The groups, with raw log-probabilities if their source records raw log-probabilities; metrics
-      of the gaps; and the version that was compared last.
+      The groups, with raw log-probabilities if their source records these; metrics of the gaps; and
+      the version that was compared last.
     Raises:
       AgreementError: a gap is too large.
     """
@@ -118,9 +118,9 @@ def behavior_gaps(
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
-  `update.agreement.behavior_gap`. Each token is computed under the version that sampled it. In a
-  group of several versions a mixture's routers choose again, since each version had its own routes
-  for the preceding tokens.
+  `update.agreement.behavior_gap`, each under the version that sampled the token. In a group of
+  several versions a mixture's routers choose again, since each version had its own routes for the
+  preceding tokens.
 
   Args:
     groups: P groups; only a few groups of every source are compared.
@@ -131,14 +131,14 @@ def behavior_gaps(
       sampled all tokens.
     frozen: the parameters that are not trained, on the devices for generation.
     sources, placement, programs: sources, placement and programs of the run.
-    mixes_caches: whether a token's cache may come from several versions. The gap of such a token is
-      more than rounding: it has a separate metric and is not checked.
+    mixes_caches: whether the cached keys and values before a token may come from several versions.
+      The gap of such a token is more than rounding: it has a separate metric and is not checked.
   Returns:
     agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
     of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and
-    …_draws_z_max, the largest deviation in standard deviations. The same
-    metrics with SOURCE_mixed are of tokens with mixed caches. Several versions are joined by the
-    mean of means, the maximum of maxima and the sum of draws.
+    …_draws_z_max, the largest deviation in standard deviations. The metrics named SOURCE_mixed
+    measure tokens with mixed caches. Metrics of several versions are joined by the mean of means,
+    the maximum of maxima and the sum of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """
@@ -150,7 +150,7 @@ def behavior_gaps(
   for policy in policies:
     places = {"": mask}
     if of_tokens is not None:
-      # Those of other runs' policies have no version; they are compared once.
+      # Tokens of other runs' policies have no version; they are compared once.
       foreign = (of_tokens == FOREIGN) & (policy is policies[-1])
       own = mask * ((of_tokens == policy.version) | foreign)
       mixed = own * (of_tokens != of_tokens[..., :1]) * mixes_caches
@@ -183,7 +183,7 @@ def behavior_gaps(
 
 
 def _gap_metrics(gap: Gap) -> dict[str, float]:
-  """A comparison's metrics, by the end of their names."""
+  """The metrics of a comparison, by name without the prefix agreement/SOURCE_."""
   metrics = {"mean": gap.mean, "max": gap.largest, "draws_z_max": draw_z(gap.draws)}
   for name, drawn, expected in zip(PROBABILITY_BINS, *gap.draws[:2], strict=True):
     metrics |= {f"draws/{name}": drawn, f"draws_expected/{name}": expected}
@@ -191,7 +191,7 @@ def _gap_metrics(gap: Gap) -> dict[str, float]:
 
 
 def _check_gap(source: Source, gap: float, version: int) -> None:
-  """Raises AgreementError if the gap is larger than the precision of the products explains."""
+  """Raises AgreementError if the gap is larger than rounding of matrix products explains."""
   if not gap <= source.max_gap:
     raise AgreementError(
       f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
@@ -202,9 +202,10 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
 
 
 def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
-  """(versions that sampled the groups, version of each token or group, or None for one version).
+  """(versions that sampled the groups, version of each token or group).
 
-  With real-time sampling all versions may be later than the version with which the draw began.
+  The second is None if one version sampled all groups. With real-time sampling all versions may be
+  later than the version with which the draw began.
 
   Args:
     groups: the groups of a draw.

@@ -35,22 +35,22 @@ class Policies:
     checksums: Callable[[Params], Array],
     sync: Callable[[Params], Params] | None,
   ):
-    """Has no policy yet.
+    """Starts without a policy.
 
     Args:
-      sources: what samples with the policies.
+      sources: the sources of the run, which sample with the policies.
       schedule: the schedule of the run.
       frozen: see the attribute.
-      checksums: the checksums that function of `Programs`.
+      checksums: the function of this name in `Programs`.
       sync: the result of `make_sync`; None for a fleet, whose samplers are other programs: they get
         the trainer's own parameters.
     """
     self.frozen = frozen
     self._sources, self._schedule = sources, schedule
     self._checksums, self._sync = checksums, sync
-    self._trained: dict[int, Callable[[], str]] = {}  # fingerprints of the trainer's, by version
-    self._used: dict[int, Policy] = {}  # by version
-    self._compared: set[int] = set()  # versions
+    self._trained: dict[int, Callable[[], str]] = {}  # the trainer's fingerprints, by version
+    self._used: dict[int, Policy] = {}  # policies that sample, by version
+    self._compared: set[int] = set()  # versions that were compared with the trainer
 
   def make(self, params: Params, version: int) -> Policy:
     """Copies the trainer's parameters to the devices for generation.
@@ -59,13 +59,13 @@ class Policies:
       params: the trainer's parameters.
       version: number of updates that the parameters have had.
     """
-    # What samples has to match these parameters.
+    # The policy that samples must have this fingerprint.
     self._trained[version] = lazy_fingerprint(self._checksums(params))
     if self._sync is None:
       return Policy(version, params, self._trained[version])
     synced = self._sync(params)
     policy = Policy(version, synced, lazy_fingerprint(self._checksums(synced)))
-    # Nothing loads it where the store has all groups, or another run has recorded them.
+    # `load` is not called if the store has all groups, or if another run has recorded them.
     if not self._schedule.threaded or not self._sources.live:
       self._use(policy)
     return policy
@@ -86,12 +86,12 @@ class Policies:
     } | {policy.version: policy}
 
   def rest(self) -> None:
-    """Drops parameters that are not needed before the next policy; nothing may be sampling."""
+    """Drops parameters that are not needed before the next policy; call it while none samples."""
     if not keeps_several(self._schedule):
       self._used = {}
 
   def used(self, versions: Collection[int]) -> list[Policy]:
-    """The given versions that have sampled and are kept, ascending."""
+    """The kept policies that have sampled and are among these versions, by ascending version."""
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
@@ -99,7 +99,7 @@ class Policies:
     return [policy for _, policy in sorted(self._used.items())][-1:]
 
   def repeat_from(self, version: int) -> None:
-    """Forgets this version and later versions, which are repeated, perhaps with other bits."""
+    """Forgets this version and later versions, which a restarted trainer makes again."""
     self._used = {v: policy for v, policy in self._used.items() if v < version}
     self._compared = {v for v in self._compared if v < version}
 
@@ -151,7 +151,7 @@ def keeps_several(schedule: Schedule) -> bool:
 
 
 def make_sync(placement: Placement, schedule: Schedule) -> Callable[[Params], Params]:
-  """A function from the trainer's parameters to the sampler's, on the devices for generation.
+  """The function that brings the trainer's parameters to the devices for generation.
 
   An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
   the same devices move the parameters into a layout of their own, once per refresh.

@@ -18,20 +18,23 @@ def keep_alive(progress: Progress) -> None:
 
 
 class Printer:
-  """Prints the progress of a long refresh after some of its bursts."""
+  """Prints the progress of a long refresh, at most once in some seconds.
+
+  A burst is some decoding steps of the engine; a refresh is the sampling between two policies.
+  """
 
   def __init__(self) -> None:
     """Begins with the first refresh."""
     self._began = self._printed = time.monotonic()
-    self._finished = 0  # groups since it began
-    self._tokens = self._steps = 0  # of slots, when it began
+    self._finished = 0  # groups finished in this refresh
+    self._tokens = self._steps = 0  # the engine's totals when this refresh began
 
   def __call__(self, progress: Progress) -> None:
     """Counts a burst, and prints the progress if it is time."""
     keep_alive(progress)
     now, usage = time.monotonic(), progress.usage
     self._finished += progress.finished
-    if not progress.left:  # what comes next is another refresh
+    if not progress.left:  # the next burst belongs to another refresh
       self._began = self._printed = now
       self._finished, self._tokens, self._steps = 0, usage.slot_tokens, usage.slot_steps
     if now - self._printed < _PRINT_EVERY_S or usage.slot_steps == self._steps:

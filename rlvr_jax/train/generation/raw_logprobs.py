@@ -40,9 +40,9 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Replaces behavior log-probabilities by raw ones, for sources with recorded = "raw".
+  """Replaces behavior log-probabilities by raw log-probabilities, if the source records these.
 
-  The groups keep both. The sampled distribution has been compared with the trainer before.
+  The groups keep both kinds. The sampled distribution has been compared with the trainer before.
 
   Args:
     groups: the groups of a draw, in the order of their sources.
@@ -83,7 +83,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with other behavior log-probabilities; it also keeps the sampler's."""
+  """The group with other behavior log-probabilities, and the sampler's as `sampled_logprobs`."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

@@ -35,7 +35,7 @@ def sampler_of_policy(
     programs: the programs of the sampler's engine.
     frozen: the parameters that are not trained.
     grading: the grading of the run.
-    answers: for this sampler alone.
+    answers: answers of graders and environments, for this sampler alone.
     settings: the settings of the sampler.
   """
   source = SamplingSource(programs, functools.partial(_load, programs, frozen))

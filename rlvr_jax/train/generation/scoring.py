@@ -24,7 +24,7 @@ from rlvr_jax.types import RECORDED, Params, TrainBatch, TrainState
 
 
 class ScorerSettings(NamedTuple):
-  """The values that the updates of a run need.
+  """The facts about a run that its scorer needs.
 
   Attributes:
     seed: the seed of the run.
@@ -55,8 +55,8 @@ class _OtherPolicies:
   Attributes:
     frozen: the parameters that are not trained.
     initial: the trained parameters before the first update; None if nothing needs them.
-    teachers: the teachers of the run, each with its own parameters; {} if it has the policy's.
-    prompts: the prompts of the teachers; None: they have the policy's.
+    teachers: pairs (teacher, its own parameters); {} for a teacher with parameters of the policy.
+    prompts: the prompts of the teachers; None if the teachers read the policy's prompts.
   """
 
   frozen: Params
@@ -65,7 +65,7 @@ class _OtherPolicies:
   prompts: TeacherPrompts | None
 
   def teacher(self, number: int, current: Params | None) -> tuple[Params, Params]:
-    """(trained, frozen) parameters of a teacher; `current`: of the policy."""
+    """(trained, frozen) parameters of a teacher; `current`: the policy's trained parameters."""
     teacher, own = self.teachers[number]
     return teacher.policy(own, self.initial, self.frozen, current)
 
@@ -183,12 +183,12 @@ class Scorer:
       batch: the batch of these groups.
       groups: the groups of the batch; the problem of a group may name its teacher and have a text
         for it.
-      current: the trained parameters at present.
+      current: the policy's trained parameters at present.
     Returns:
-      Arrays f32[P, G, T] by field of the batch; with several teachers also the teachers' numbers,
-      i32[P].
+      Arrays f32[P, G, T] by field of the batch; with several teachers also i32[P], the index of
+      each group's teacher.
     """
-    # Routes are of the policy's experts.
+    # The recorded routes name experts of the policy, not of the teacher.
     batch = dataclasses.replace(batch, routes=None, prompt_routes=None)
     numbers = np.zeros(len(groups), np.int32)
     others = self._others
@@ -199,7 +199,7 @@ class Scorer:
       batch = dataclasses.replace(batch, prompts=others.prompts.of_groups(groups))
     sums = [np.zeros(batch.mask.shape, np.float32) for _ in range(2)]
     for number in np.unique(numbers).tolist():
-      # Rollouts of other teachers take no place in the rows, and have zeros.
+      # Rollouts of other teachers are not packed into rows; their scores are 0.
       mask: Any = np.where((numbers == number)[:, None, None], batch.mask, 0)
       own = dataclasses.replace(batch, mask=mask)
       found = self._run(self._programs.teach[number], others.teacher(number, current), own)
@@ -217,8 +217,8 @@ class Scorer:
 
     Args:
       program: `Programs.score` or one of `Programs.teach`.
-      policy: its trained and frozen parameters.
-      batch: the batch of the host.
+      policy: (trained, frozen) parameters of the policy or teacher that scores.
+      batch: the batch on the host.
     """
     self._log.count_scored(batch)
     placement = self._rows.placement(lambda: batch)
@@ -231,7 +231,7 @@ class Scorer:
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
   ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(scalars, arrays) of the gradient geometry, on every so many updates."""
+    """(scalars, arrays) of the gradient geometry; both empty if no measurement is due."""
     every = self._settings.diagnose_every
     if not every or step % every:
       return {}, {}
@@ -252,8 +252,8 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  Sampled tokens also count if the loss excludes them, since it may exclude all. The responses are
-  sampled with separate keys, so that measuring does not affect the run.
+  Sampled tokens also count if the loss excludes them, as it may exclude all tokens. The responses
+  are sampled with separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.

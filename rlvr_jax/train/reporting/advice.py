@@ -1,4 +1,4 @@
-"""Advice that a run prints: how often it sees its data, and which settings its metrics question.
+"""Advice that a run prints: how often it sees its data, and which settings look wrong.
 
 Every function returns a text, "" if there is no advice; `log` prints the text.
 """
@@ -15,10 +15,10 @@ from rlvr_jax.rollouts.batches import Batch
 from rlvr_jax.rollouts.staleness import RecordedRun, Schedule
 from rlvr_jax.storage.files import JSON
 
-MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
-_FEW_GROUPS = 0.1  # share of the groups whose rewards differ
+MANY_PASSES = 20  # passes over the demonstrations after which a warm start has memorized them
+_FEW_GROUPS = 0.1  # lowest share of groups with different rewards that needs no advice
 _LOW_ENTROPY = 0.02  # nats per token; a sound policy with long, regular answers has 0.05
-_MOST = 0.5  # share of responses, dialogues or positions from which on a text names the cause
+_MOST = 0.5  # share of responses, dialogues or positions above which a text names the cause
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ class WarmStart(NamedTuple):
 
   num_steps: int
   batch_size: int  # demonstrations per step
-  demonstrations: int  # of the task
+  demonstrations: int  # number of demonstrations of the task
 
   @property
   def passes(self) -> float:
@@ -60,11 +60,11 @@ def planned_passes(
 
   Args:
     schedule, num_updates: schedule and number of updates of the run.
-    groups: sampled per batch.
+    groups: number of groups sampled for a batch.
     problems: number of training problems.
-    dynamic_sampling: whether more groups are sampled where groups do not count.
+    dynamic_sampling: whether more groups are sampled to replace groups that do not count.
   """
-  # In a thread, a batch for each update; otherwise refreshes are sampled as a whole.
+  # A thread samples one batch for each update; otherwise the last refresh is sampled as a whole.
   by_limit = 0 if schedule.threaded or not num_updates else schedule.limit(num_updates - 1)
   batches = by_limit or num_updates
   prompts = batches * groups
@@ -98,7 +98,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
   passes = warm_start.passes
   if "groups/effective" not in values or "policy/entropy" not in values:
     return ""  # no rollout has a grade, or none is in the loss: the warm start is not to blame
-  # Dynamic sampling has replaced the other groups.
+  # Dynamic sampling has replaced groups with equal rewards: count them, too.
   effective = values["groups/effective"] / values.get("dynamic_sampling/prompts_per_group", 1.0)
   entropy = values["policy/entropy"]
   if not passes or (effective >= _FEW_GROUPS and entropy >= _LOW_ENTROPY):
@@ -123,7 +123,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warns if most responses of a batch ended for one undesired cause; texts by cause.
+  """Warns if most responses of a batch were truncated, or most dialogues cut; texts by cause.
 
   Args:
     statistics: the statistics of the batch.
@@ -142,7 +142,7 @@ def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> di
 
 
 def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str]:
-  """Says that most dialogues end by limits, which count together, or without a reply."""
+  """Warns if most dialogues end at a limit, or if most get no reply; texts by cause."""
   remedies = {
     "turn_limit": "raise config.environment.max_turns",
     "length_limit": "raise config.max_response_length",
@@ -165,7 +165,7 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
 
 
 def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
-  """Warns if a run that repeats a recorded run has other rollouts from this batch on.
+  """Warns if this run should repeat a recorded run, but samples other rollouts from a batch on.
 
   Args:
     recorded: the recorded run that is repeated, or None.

@@ -37,10 +37,10 @@ COUNTERS = (
   *("batches", "prompts_sampled", "tokens_generated", "tokens_trained", "tokens_evaluated"),
   *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
 )
-_FRESH = "fresh_tokens"  # sampled since the last update; a part of a rate, not a metric
-# Measurements since the last update: sums if they begin with "time/", and _FRESH; otherwise maxima.
-# A rate is there where both of its parts are.
-_RATES = (  # name, what is divided, by what
+_FRESH = "fresh_tokens"  # tokens sampled since the last update: part of a rate, not a metric
+# Rates of measurements since the last update, recorded if both parts were measured. Measurements
+# named "time/…" and _FRESH are sums, others are maxima.
+_RATES = (  # name, dividend, divisor
   ("time/slots_busy", "time/slot_tokens", "time/slot_steps"),
   ("time/drain_share", "time/drain_slot_steps", "time/slot_steps"),
   ("time/waiting_share", "time/idle_slot_steps", "time/slot_steps"),
@@ -49,7 +49,7 @@ _RATES = (  # name, what is divided, by what
   ("time/rollout_tokens_per_second", _FRESH, "time/generate_seconds"),
 )
 _OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
-_PHASES = (  # seconds in one of these are not idle
+_PHASES = (  # phases whose seconds do not count as idle
   *_OF_GENERATION,
   *("time/sync_weights_seconds", "time/optimise_seconds", "time/evaluate_seconds"),
   *("time/publish_seconds", "time/fleet_wait_seconds"),
@@ -66,13 +66,13 @@ class LoggedRun(NamedTuple):
   task: Task
   network: TransformerConfig
   schedule: Schedule
-  batch: ml_collections.ConfigDict  # that section of the configuration
+  batch: ml_collections.ConfigDict  # config.batch
   max_response_length: int  # tokens
   warm_start: advice.WarmStart
   num_updates: int
   max_skipped_in_a_row: int
-  ks: Sequence[int]  # of pass@k
-  logging: ml_collections.ConfigDict  # that section, too
+  ks: Sequence[int]  # the values k of pass@k
+  logging: ml_collections.ConfigDict  # config.logging
 
 
 class DispatchedUpdate(NamedTuple):
@@ -109,11 +109,11 @@ class Clock:
     """`elapsed`: seconds that the run had taken before it was resumed."""
     self.recorded = time.perf_counter()
     self._began = self.recorded - elapsed
-    self._first: tuple[int, float] | None = None  # update of this process, and when it ended
-    self._busy: list[float] = []  # by process, up to the last update
+    self._first: tuple[int, float] | None = None  # first update of this process, time of its end
+    self._busy: list[float] = []  # seconds of each process without its waits, at the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: seconds since the last record outside of `phases`; seconds of the run so far."""
+    """Metrics: idle seconds since the last record, outside of `phases`; seconds of the run."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
@@ -169,14 +169,14 @@ class RunLog:
       run: the run that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
-      profile: the profile of some updates; None for none.
+      profile: the profile of some updates; None for no profile.
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
     self._run = run
     self._clock = Clock(elapsed)
     self._profile = profile or machines.Profile("", writer.workdir)
-    self._measured: dict[str, float] = {}  # since the last update
+    self._measured: dict[str, float] = {}  # measurements since the last update
     self._unread: DispatchedUpdate | None = None
     self._said: dict[str, object] = {}  # what was printed last, so that it is not repeated
 
@@ -207,13 +207,13 @@ class RunLog:
     self.counters["prompts_sampled"] += batch.prompts
     self.counters["tokens_generated"] += batch.tokens
     self.counters["flops_generate"] += batch.flops
-    if batch.timings:  # it was sampled now
+    if batch.timings:  # the batch was sampled now, not read from the store
       timings = {**batch.timings, **machines.memory("generate"), _FRESH: batch.tokens}
       for name, amount in timings.items():
         self.add_measurement(name, amount)
     self._advise(advice.on_repetition(run.schedule.recorded, batch))
     trained = (t for t in range(step, run.num_updates) if run.schedule.batch(t) == batch.number)
-    update = 1 + next(trained, step)  # the first one that trains on it
+    update = 1 + next(trained, step)  # the first update that trains on the batch
     self._advise(advice.on_responses(batch.statistics, update, run.max_response_length))
     self._advise(
       advice.on_faults(
@@ -223,7 +223,7 @@ class RunLog:
         " the loss",
       )
     )
-    # Once, however many batches are sampled before this update.
+    # Rollouts are written once per update, however many batches are sampled before it.
     if step % run.logging.rollouts_every == 0 and self._said.get("rollouts") != step:
       self._said["rollouts"] = step
       samples = batch.samples[:: run.batch.group_size]
@@ -236,7 +236,7 @@ class RunLog:
     self.counters["flops_score"] += forward_flops(self._run.network, *lengths, predicted=predicted)
 
   def _advise(self, texts: Mapping[str, str]) -> None:
-    """Prints each text by its name, once until there is none."""
+    """Prints each text, unless the last call already had a text of the same name."""
     for name, text in texts.items():
       if text and not self._said.get(name):
         warn(text)
@@ -249,7 +249,7 @@ class RunLog:
     return {**counters, "data/passes": passes}
 
   def _phases(self, values: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a record that are in a phase; beside a thread that samples, not its own."""
+    """The seconds of a record by phase, without phases of a thread that samples during updates."""
     beside = _OF_GENERATION if self._run.schedule.threaded else ()
     return {name: values[name] for name in _PHASES if name in values and name not in beside}
 
@@ -322,7 +322,7 @@ class RunLog:
     run, step = self._run, update.step
     with measure_wait():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
-    if not values.get("update/skipped_in_a_row"):  # then NaN is what had nothing to be measured on
+    if not values.get("update/skipped_in_a_row"):  # then NaN means that nothing was measured
       values = {name: value for name, value in values.items() if not math.isnan(value)}
     seconds = time.perf_counter() - max(update.dispatched, self._clock.recorded)
     tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
@@ -377,7 +377,7 @@ class RunLog:
       step: number of updates so far.
       values: as `evaluate.held_out.accuracy` returns them.
       samples: [problems][samples].
-      lengths: tokens of (prompts, responses, the policy's parts of responses).
+      lengths: numbers of tokens in (prompts, responses, the policy's parts of responses).
       began: when the evaluation began, seconds on the host's clock.
     Returns:
       The counters, this evaluation included.
@@ -406,7 +406,7 @@ class RunLog:
     return dict(self.counters)
 
   def _remember(self, evaluation: Mapping[str, float]) -> None:
-    """Makes this the last evaluation, for the lines of the updates after it."""
+    """Keeps the result of an evaluation, which the printed lines of later updates show."""
     name = f"pass@{self._run.ks[0]}"
     if f"eval/{name}" in evaluation:
       self._said["held-out"] = f"{name} {evaluation[f'eval/{name}']:.3f}"

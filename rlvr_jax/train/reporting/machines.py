@@ -9,7 +9,7 @@ import jax
 
 from rlvr_jax.train.reporting.progress import say
 
-PROFILE_FOLDER = "profile"  # of a workdir; TensorBoard and xprof read it
+PROFILE_FOLDER = "profile"  # folder in a workdir, which TensorBoard and xprof read
 _GIB = 2**30
 
 
@@ -43,12 +43,12 @@ class Profile:
     workdir: str | os.PathLike[str],
     kept: str | os.PathLike[str] | None = None,
   ):
-    """Parses "10:13", updates 10 to 13; "" for none.
+    """Parses the updates to trace.
 
     Args:
-      updates: the first and the last one.
+      updates: the first and the last update, such as "10:13"; "" for no trace.
       workdir: local folder to which this process writes.
-      kept: folder or bucket that keeps it, for the message; None for `workdir`.
+      kept: folder or bucket that keeps the trace, for the message; None for `workdir`.
 
     Raises:
       ValueError: the text has another form.

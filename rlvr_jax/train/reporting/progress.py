@@ -128,7 +128,7 @@ class _PlainProgress(tqdm.tqdm):
       print(", ".join(filter(None, parts)), file=self.fp, flush=True)
 
   def _left(self) -> str:
-    """The time left, if it can be estimated."""
+    """The estimated time left, such as "6 s left"; "" if it cannot be estimated."""
     done = self.n - self.initial
     if not self.total or done <= 0 or self.n >= self.total:
       return ""

@@ -32,7 +32,7 @@ def write_report(
 ) -> str:
   """Plots `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
 
-  Without matplotlib (extra `plot`) there is no plot, and the text says so.
+  Without matplotlib (extra `plot`) there is no plot, and the table says how to install it.
 
   Raises:
     FileNotFoundError: if the workdir has no metrics.jsonl.
@@ -82,7 +82,7 @@ def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
 
 
 def _totals(records: Sequence[Record]) -> list[str]:
-  """A line for tokens and one for model FLOPs; counters only grow, so the largest is the total."""
+  """A line on tokens and a line on model FLOPs; the largest value of a counter is its total."""
   lines = []
   for title, prefix, form in _COUNTERS:
     names = dict.fromkeys(name for r in records for name in r if name.startswith(prefix))

@@ -46,7 +46,7 @@ from rlvr_jax.types import Array
 WARM_START = "warm_start"  # a phase with its own counter of steps, before step 0
 BEFORE_FIRST_STEP = -1
 TRACKERS = ("trackio", "wandb")  # the extras of the same names
-TRACKED_FILE = "tracked.json"  # of a workdir: its id in the trackers, which a resumed run keeps
+TRACKED_FILE = "tracked.json"  # in a workdir: the run's id in trackers, kept when it is resumed
 
 Value: TypeAlias = float | str | np.generic | np.ndarray | Array  # arrays of no dimensions
 
@@ -64,8 +64,8 @@ class Writer(Protocol):
 class MetricWriter:
   """Passes the records of a run to its writers; only the first process has writers.
 
-  Write every record of step N before saving the checkpoint of step N, which stores what `written`
-  returns.
+  Write every record of step N before saving the checkpoint of step N, which stores the result of
+  `written`.
   """
 
   def __init__(
@@ -80,8 +80,8 @@ class MetricWriter:
     Args:
       workdir: the workdir of the run.
       lines: files of records by name, METRICS_FILE and ROLLOUTS_FILE; None: nothing is written.
-      others: get every record.
-      publish: puts the files where they stay; called when a checkpoint will name their records.
+      others: writers that get the numbers of every record, too.
+      publish: copies the files to where they are kept; called before a checkpoint is saved.
     """
     self.workdir = pathlib.Path(workdir)
     self._lines, self._others, self._publish = lines or {}, others, publish
@@ -202,8 +202,8 @@ class Records:
 
     Args:
       path: the path of the file.
-      last_step: the last one whose records are kept; None: no record is.
-      written: what `written` returned when the checkpoint was saved; None: an empty file.
+      last_step: the last step whose records are kept; None: no record is kept.
+      written: the result of `written` when the checkpoint was saved; None: an empty file.
       shown: path for messages.
     """
     size, checksum = written or (0, 0)
@@ -246,7 +246,7 @@ class Records:
 
 
 def _is_until(line: bytes, step: int | None) -> bool:
-  """Whether a line is a complete record of this step, of an earlier one, or of the warm start."""
+  """Whether a line is a complete record of this or an earlier step, or of the warm start."""
   record = parse_line(line) if line.endswith(b"\n") else None
   if record is None or step is None or type(record.get("step")) is not int:
     return False
@@ -254,7 +254,7 @@ def _is_until(line: bytes, step: int | None) -> bool:
 
 
 def _move_away(path: pathlib.Path) -> str:
-  """Renames a file to a name that is free; returns what it added to the name, "" without a file."""
+  """Renames a file to a free name, and returns the suffix that it added; "" without a file."""
   if not path.exists():
     return ""
   names = (f"{path.name}.damaged-{k}" for k in itertools.count(1))
@@ -263,14 +263,14 @@ def _move_away(path: pathlib.Path) -> str:
 
 
 class TensorBoard:
-  """Event files, written synchronously; one folder per phase, whose steps are its own.
+  """Writes TensorBoard's event files: one folder per phase, since each phase counts its own steps.
 
   `tensorboardX.SummaryWriter` passes events to a thread that dies on a full disk, and the next
   caller then waits for it indefinitely; here the caller gets the error.
   """
 
   def __init__(self, folder: pathlib.Path, last_step: int | None):
-    """`last_step`: TensorBoard hides the events of earlier files after this one; None: all."""
+    """Makes TensorBoard hide events that earlier files have after `last_step`; None: all events."""
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 
@@ -285,13 +285,13 @@ class TensorBoard:
         self._files[phase] = self._open(phase)
       event = Event(wall_time=time.time(), step=step)
       for name, value in values.items():
-        # TensorBoard does not allow "@" in a name, and would log a line for each.
+        # TensorBoard does not allow "@" in a name, and would print a warning for each name.
         event.summary.MergeFrom(summary.scalar(name.replace("@", "_at_"), value))
       self._files[phase].write_event(event)
       self._files[phase].flush()
 
   def _open(self, phase: str) -> EventsWriter:
-    """A new file, which begins with the step from which on earlier files are hidden."""
+    """Opens a new file; its first event names the first step that is hidden in earlier files."""
     folder, last = self._folder / phase, self._last_step
     folder.mkdir(parents=True, exist_ok=True)
     purge = 0 if last is None else max(last + 1, 0)
@@ -311,7 +311,7 @@ class TensorBoard:
 class Tracker:
   """A run of wandb, or of trackio, which has the same functions.
 
-  The first error of the tracker is printed and ends the copies; the run continues.
+  After its first error, which is printed, the tracker gets no more metrics; the run continues.
   """
 
   def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, JSON]):
@@ -343,9 +343,9 @@ class Tracker:
       of_phase = {name.removeprefix(f"{phase}/"): value for name, value in values.items()}
       named = {f"{phase}/{name}": value for name, value in {"step": step, **of_phase}.items()}
       self._run.log(named)
-    except Exception as error:  # of the tracker's network, disk or site
+    except Exception as error:  # the tracker's network, disk or site has failed
       self._failed = True
-      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all of them")
+      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all metrics")
 
   def close(self) -> None:
     """Waits until all logged numbers have been sent."""
@@ -383,7 +383,7 @@ def _plain(value: object) -> float | str:
 
 
 def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> dict[str, float]:
-  """Means of metrics over a stage's updates; max or min if the name says so."""
+  """Means of metrics over a stage's updates; maxima or minima if the name has "max" or "min"."""
   records = [
     record
     for record in read_metrics(workdir)

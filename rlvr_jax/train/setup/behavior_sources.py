@@ -31,7 +31,7 @@ from rlvr_jax.train.setup.engines import Engines
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
-AT_TEMPERATURE_1 = Sampling()  # the distribution of "raw"
+AT_TEMPERATURE_1 = Sampling()  # the distribution of raw log-probabilities
 
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
 # log-probability (cached decoding, one forward pass), by the precision of products. For networks of
@@ -71,7 +71,7 @@ def make_sampling(
 
 
 def make_held_out_sampling(settings: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
-  """The distribution of evaluations.
+  """The distribution from which responses of evaluations are sampled.
 
   Args:
     settings: `config.evaluation.sampling`.
@@ -170,7 +170,8 @@ def make_sources(
         "config.sources.checkpoint.workdir ="
         f" {settings.checkpoint.workdir!r}: its (layers, experts, experts per token) are"
         f" {other.config.mixture}, this run's {model.config.mixture}, so that its routes do not"
-        " fit; choose another, or set config.model.routing = 'recomputed' and record_routes = False"
+        " fit; choose another run, or set config.model.routing = 'recomputed' and record_routes ="
+        " False"
       )
     engine = engines.make(other, sampling, prompts=prompts)
     return Source(
@@ -178,7 +179,7 @@ def make_sources(
     )
 
   def recorded(name: str, prompts: int) -> Source:
-    # How it was sampled is not known here; its gap is measured to the target policy.
+    # The distribution of the other run is not known here: the gap is measured to this run's policy.
     target = Sampling(temperature=config.policy_temperature)
     groups = recorded_groups(
       settings.recorded.store,
@@ -207,7 +208,7 @@ def make_sources(
 def _check_recorded_temperature(
   settings: ml_collections.ConfigDict, policy_temperature: float
 ) -> None:
-  """Raises ValueError if the source cannot record the log-probabilities that it should.
+  """Raises ValueError if the source cannot record the configured kind of log-probabilities.
 
   Args:
     settings: `config.sources.temperature`.
@@ -269,7 +270,7 @@ def recorded_groups(
   if groups.truncated and not allow_truncated:
     raise ValueError(
       f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
-      " the ratio; choose another, or set config.allow_truncated_behavior = True to allow it"
+      " the ratio; choose another store, or set config.allow_truncated_behavior = True to allow it"
     )
   return groups
 
@@ -303,7 +304,7 @@ def other_policy(
     raise ValueError(
       f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
       f" {tokens}, this run's {(tokenizer, model.config.vocab_size)}; choose a run with the"
-      " same"
+      " same tokenizer and vocab_size"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = saved_steps(workdir / "checkpoints")

@@ -111,27 +111,27 @@ class Parts:
   """
 
   config: ml_collections.ConfigDict
-  shape: BatchShape  # of a training batch
+  shape: BatchShape  # the shape of a training batch
   task: Task
   tokenizer: Tokenizer
   grading: Grading  # how grades become rewards
-  make_answers: Callable[..., Answers]  # of one sampler; see `grading.make_answers`
+  make_answers: Callable[..., Answers]  # makes one sampler's answers, see `grading.make_answers`
   model: Model
-  lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
+  lora: lora.LoraSettings | None  # settings of adapters; None if all parameters are trained
   initial: InitialParams
   method: Method
   teachers: tuple[Teacher, ...]
-  teacher_prompts: TeacherPrompts | None  # None: a teacher reads the policy's
+  teacher_prompts: TeacherPrompts | None  # None: teachers read the policy's prompts
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
-  make_sources: Callable[..., Sources]  # these as they were when a run began; see `Source.pin`
+  make_sources: Callable[..., Sources]  # makes the sources again from pins, see `Source.pin`
   placement: Placement
   compiler_options: CompilerOptions
   programs: Programs
 
   @property
   def training_grading(self) -> Grading:
-    """The grading of training rollouts; records have the fields that a teacher needs."""
+    """The grading of training rollouts, whose records have the fields that a teacher needs."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
@@ -156,7 +156,7 @@ def build(
     task: a task to use instead of `config.task`, for problems made by the caller.
     tokenizer: a tokenizer to use instead of `config.tokenizer`.
     mesh: a mesh to use instead of `config.mesh`; for shapes and compilation only.
-    only_samples: whether the parts are for a sampler of a fleet. It needs no memory for an
+    only_samples: whether the parts are for a sampler of a fleet, which needs no memory for an
       optimizer, but memory for two copies of the policy while it restores a policy.
   Raises:
     ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
@@ -175,8 +175,8 @@ def build(
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
   if sharding.platform(mesh) == "gpu" and "unroll_layers" not in given_overrides(config.model):
-    # Small presets unroll their layers, which saves copies on a CPU. Compiled for a GPU every
-    # layer adds seconds.
+    # Small presets unroll their layers, which saves copies on a CPU. For a GPU, every unrolled
+    # layer adds seconds to the compilation.
     network = dataclasses.replace(network, unroll_layers=1)
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
@@ -229,7 +229,7 @@ def build(
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   teachers: tuple[Teacher, ...] = ()
-  if only_samples:  # they teach where updates are made
+  if only_samples:  # teachers score rollouts in the trainer
     method = method._replace(teaching=None)
   if method.teaching is not None:
     check_recorded_texts(
@@ -295,7 +295,7 @@ def build(
       lambda length: make_row_layout(
         RowTokens(0, 0), shape._replace(max_prompt_length=length), attention, mesh
       ),
-      # The limit of "whole" is one of memory, which --mode=fits shows.
+      # Only memory limits the rows of the attention "whole"; --mode=fits shows it.
       longest_row=math.inf if attention == "whole" else longest_row(attention),
     )
   for text in describe_long_teachers(teachers, teacher_prompts, shape, config.model.checkpoint):
@@ -381,14 +381,15 @@ def make_sampler(
   Args:
     settings: `config.generation_mesh`.
     model, mesh: model and mesh of updates.
-    make_model_on: (another mesh, the mesh on which parameters are sharded) → the model.
+    make_model_on: (a mesh, the mesh on which parameters are sharded) → the model on that mesh.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
     return PlacedModel(model, mesh)
   tensor = generation_mesh.shape["tensor"]
   checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
-  alike = sharding.has_same_devices(generation_mesh, mesh)  # else the parameters are moved before
+  # On other devices, the parameters are moved before they are used.
+  alike = sharding.has_same_devices(generation_mesh, mesh)
   parameters = mesh if alike else generation_mesh
   return PlacedModel(make_model_on(generation_mesh, parameters), generation_mesh)
 
@@ -396,10 +397,11 @@ def make_sampler(
 def make_compared(
   sampler: PlacedModel, model: Model, mesh: Mesh, make_model_on: Callable[..., Model]
 ) -> PlacedModel:
-  """The model with which the sampler's log-probabilities are compared: the updates', if possible.
+  """The model whose log-probabilities are compared with the sampler's.
 
-  Separate devices of a sampler have only its own copy of the parameters. In this case the
-  forward pass of updates runs on these devices, in a layout that splits no key/value head.
+  It is the model of updates if the sampler uses the same devices. Separate devices have only the
+  sampler's copy of the parameters: there the forward pass of updates runs in a layout that splits
+  no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -491,7 +493,7 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
 
 
 def _field_of(value: object, owner: str, fields: Mapping[str, object]) -> str:
-  """The dotted name of the field that has this text; "" if none has it."""
+  """The dotted name of the field that has this text; "" if there is no such field."""
   for name, field in fields.items():
     if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):
       return path
@@ -658,7 +660,7 @@ def _check_routing(
 
 def gram_context(model: Model, mesh: Mesh, temperature: float) -> geometry.GramContext:
   """The properties of the run that a Gram matrix needs."""
-  unconstrained = transformer(model.config)  # single rollouts do not split over devices
+  unconstrained = transformer(model.config)  # a single rollout is not split over devices
   unconstrained = unconstrained._replace(combine=model.combine)
   return geometry.GramContext(unconstrained, temperature, mesh)
 

@@ -27,7 +27,7 @@ from rlvr_jax.train.setup.grading import scores_partly, shaped_outcomes
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import Method
 
-# Numbers that nothing takes before compilation: sections whose objects are made with the run.
+# Fields by section that must be at least 1, and that nothing else checks before compilation.
 _AT_LEAST_ONE = {
   "": "max_skipped_in_a_row",
   "evaluation": "every num_samples batch_prompts",
@@ -83,7 +83,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
 def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
   """Raises ValueError if a key/value head would be split over devices.
 
-  Attention would then sum float32 scores over them, in every layer.
+  Attention would then sum float32 scores over devices, in every layer.
   """
   tensor, heads = mesh.shape["tensor"], network.split_heads
   if heads % tensor:
@@ -140,14 +140,14 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
         config.sources.recorded.fraction == 1.0
       ),
       f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, but a"
-      " sampler has all of its program's; set config.generation_mesh.same_devices = True, or its"
-      " axes to 0": is_separate,
+      " sampler has all of its program's devices; set config.generation_mesh.same_devices = True,"
+      " or its axes to 0": is_separate,
     }
     check_reasons("config.fleet.samplers = True, but ", reasons)
   elif schedule.threaded:
     reasons = {
       "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
-      f" config.schedule = {name!r} groups of a batch may have several; set it to"
+      f" config.schedule = {name!r} groups of a batch may have several policies; set it to"
       " 'sampled', or choose another schedule": is_raw,
       f"config.schedule = {name!r} needs all devices in one process, this run has"
       f" {jax.process_count()}; choose simulated_asynchronous, or run one process": (
@@ -189,7 +189,7 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
   recorded, engine = schedule.recorded, sources[0].engine
   drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
   if recorded is None or engine is None or drawn is None:
-    return  # an earlier version of this package did not record more than versions
+    return  # without these settings the run was recorded by an earlier version of this package
   settings = engine.settings
   for name, own, theirs in (
     ("fleet.new_weights", new_weights, drawn.new_weights),

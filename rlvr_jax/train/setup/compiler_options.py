@@ -28,16 +28,16 @@ class CompilerOptions(NamedTuple):
 _ON_GPUS: dict[str, Options] = {
   "training": {
     "xla_gpu_autotune_level": 0,
-    # Products by cuBLAS: hundreds of Triton's take minutes to compile, and some in float32 cannot
-    # be compiled without tuning.
+    # cuBLAS computes products: hundreds of Triton kernels take minutes to compile, and some in
+    # float32 cannot be compiled without tuning.
     "xla_gpu_enable_triton_gemm": False,
-    # Gradients of equal tokens are added in a fixed order, attention's likewise.
+    # Gradients of equal tokens, and those of attention, are added in a fixed order.
     "xla_gpu_deterministic_ops": True,
   },
   "generation": {
     "xla_gpu_autotune_level": 0,
-    # Products by Triton, which are parts of command buffers, so that a step is launched as a whole.
-    # They are not merged: in every step that would first copy weights side by side.
+    # Triton computes products, which then belong to command buffers: a step is launched as a whole.
+    # Products are not merged, since every step would first copy weights side by side.
     "xla_gpu_dot_merger_threshold_mb": 0,
   },
 }
@@ -77,7 +77,7 @@ def _defaults(kind: str, mesh: Mesh) -> Options:
   known = _ON_GPUS[kind]
   if _refusal(known, mesh) is None:
     return known
-  # By another version of the compiler: some are unknown.
+  # Another version of the compiler may not know all.
   return {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
 
 
@@ -108,7 +108,7 @@ def slow_precision(compute_dtype: str) -> str | None:
 
 
 def _given(settings: ml_collections.ConfigDict, kind: str) -> Options:
-  """The options of a kind by name, with their values as numbers or booleans if they read so.
+  """The configured options of a kind, by name, with values as numbers or booleans if possible.
 
   Raises:
     ValueError: the text is not of the form "name=value name=value".
@@ -138,7 +138,7 @@ def _literal(value: str) -> bool | int | float | str:
 
 
 def _refusal(options: Options, mesh: Mesh) -> str | None:
-  """Why the compiler for a mesh's devices does not accept the options; None if it does."""
+  """Why the compiler for a mesh's devices refuses the options; None if it accepts them."""
   device = mesh.devices.flat[0]
   argument = jax.ShapeDtypeStruct(
     (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)

@@ -154,7 +154,7 @@ def _check_loss(
 
 
 def _trace(owner: str, function: Callable[..., object], *shapes: object) -> Any:
-  """Shapes of what a component returns; an error in it is a ValueError of one line."""
+  """Shapes of the results of a component; an error in the component is a ValueError of one line."""
   try:
     return jax.eval_shape(function, *shapes)
   except Exception as error:

@@ -32,8 +32,8 @@ from rlvr_jax.storage.places import parse_path
 _RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
 _OF_A_RUN = "config.json"
 _TRUST = "--trust_run"
-_NAMED_BY_DATA = ("by_reference", "weighted")  # graders that call those which lines of data name
-_SAY_EVERY_S = 30.0  # while a sampler waits for a run
+_NAMED_BY_DATA = ("by_reference", "weighted")  # graders that call graders named in the data
+_SAY_EVERY_S = 30.0  # seconds between printed lines while a sampler waits for a run
 _POLL_S = 1.0
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
@@ -59,7 +59,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """
   try:
     argv = _with_config_of_run(argv)
-  except (flags.Error, ValueError, OSError) as error:  # a file of flags, or the place of a run
+  except (flags.Error, ValueError, OSError) as error:  # in a file of flags, or in a run's path
     sys.exit(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted")
@@ -95,10 +95,11 @@ _MISSING = (
 
 
 def _with_config_of_run(argv: list[str]) -> list[str]:
-  """The arguments, with the configuration of the run that they name where none is given.
+  """The arguments; if they lack --config, the configuration of the run that they name is added.
 
-  Such as --config=RUN/config.json, for RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP. A view
-  compares the run's, which it only reads, with the base.
+  The run may be given as RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP; --config becomes
+  RUN/config.json. For a view --config becomes the base, with which the view compares the run's
+  configuration.
   """
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
   if mode == "view" and not _value_of("config", argv):
@@ -106,7 +107,7 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   flag = "workdir" if mode == "sample" else "checkpoint"
   named = _value_of("workdir", argv) if mode == "sample" else checkpoint
   if mode == "sample" and not named:
-    raise ValueError("--workdir is missing; --mode=sample needs the trainer's")
+    raise ValueError("--workdir is missing; --mode=sample needs the trainer's workdir")
   if _value_of("config", argv) or not named or mode not in ("eval", "export", "sample"):
     return argv
   folder = parse_path(f"--{flag}", named)
@@ -125,7 +126,7 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
 def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
   """Waits until a trainer has begun its run in a folder; returns the run's configuration.
 
-  A sampler may get its machine before the trainer has one, so it waits, and says so now and then.
+  A sampler may get its machine before the trainer does, so it waits, and now and then prints that.
 
   Raises:
     ValueError: the folder is a file.
@@ -222,7 +223,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 
 
 def _needed_type(message: str) -> str:
-  """The flag libraries' message, with what the value has to be in place of Python's error."""
+  """The flag libraries' message; the type that a value must have replaces Python's error."""
   for pythons, needed in _NEEDED:
     before, separator, _ = message.partition(f": {pythons}")
     if separator:
@@ -243,7 +244,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
     if config is None:
       sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
-    if not isinstance(config, ConfigDict):  # which is reported when it is used
+    if not isinstance(config, ConfigDict):  # `_check_is_complete` reports it
       return config
     given = overrides(self.name, self._argv)
     if message := _inside_a_string(self.name, config, given):
@@ -258,7 +259,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
   def _of_run(self, path: str) -> ConfigDict:
-    """The configuration that a run has written, in the types of the base."""
+    """The configuration that a run has written; its fields have the types of the base."""
     try:
       values = json.loads(parse_path(f"--{self.name}", path).read_text(encoding="utf-8"))
       if not isinstance(values, dict):
@@ -279,7 +280,7 @@ def is_trusting(argv: Sequence[str]) -> bool:
 
 
 def _find_code(values: JsonObject) -> Iterator[tuple[str, str]]:
-  """Yields (field, text) of what makes a run execute code of others than this package's."""
+  """Yields (field, text) for each field that makes a run execute code from outside this package."""
   yield from specs.outside_package(values)
   grading, task = values.get("grading") or {}, values.get("task") or {}
   if consent := grading.get("unsandboxed_code"):
@@ -292,7 +293,7 @@ def _find_code(values: JsonObject) -> Iterator[tuple[str, str]]:
 
 
 def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:
-  """Ends the process if a run's configuration names code of others, without --trust_run."""
+  """Ends the process if a run's configuration names outside code and --trust_run is missing."""
   named = [f"  {field} = {text!r:.200}" for field, text in _find_code(values)]
   if not named or is_trusting(argv):
     return
@@ -301,7 +302,7 @@ def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:
 
 
 def _set_fields(section: ConfigDict, values: JsonObject) -> None:
-  """Sets fields, given as JSON, which has lists for tuples."""
+  """Sets fields from JSON values; lists become tuples."""
   for name, value in values.items():
     if isinstance(value, dict) and isinstance(section.get(name), ConfigDict):
       _set_fields(section[name], value)
@@ -346,7 +347,7 @@ def installed_recipe(path: str) -> str:
 
 
 def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[str], str]]:
-  """(match of its name, value) of each flag whose name matches, as `--name=value` or apart."""
+  """Yields (match of the name, value) for each matching flag, `--name=value` or `--name value`."""
   for argument, following in zip(argv, [*argv[1:], ""], strict=True):
     name, equals, value = argument.partition("=")
     if match := re.fullmatch(rf"--?{pattern}", name):
@@ -360,7 +361,7 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def _file_flag(argv: Sequence[str]) -> str:
-  """The flag that names the configuration file, as the command line has it."""
+  """The flag that names the configuration file, as written on the command line."""
   return next((f"{name[0]}={path}" for name, path in _flags_like("config", argv)), "--config")
 
 
@@ -474,7 +475,7 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
 def _type_of(factory: Callable[..., object], keyword: str) -> type:
   """The type of a keyword, from its default or else its annotation; object if it has neither."""
   parameter = inspect.signature(factory).parameters.get(keyword)
-  if parameter is None:  # one of **kwargs
+  if parameter is None:  # the factory takes the keyword by **kwargs
     return object
   if parameter.default is not parameter.empty and parameter.default is not None:
     return _TYPES.get(type(parameter.default).__name__, object)

@@ -22,17 +22,17 @@ from rlvr_jax.train.cluster import sharding, waiting
 from rlvr_jax.train.setup.compiler_options import Options
 from rlvr_jax.types import BatchShape, Params, Sampling, TrainState
 
-ROUTINGS = ("recomputed", "replayed")  # of a mixture in training
-_USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
+ROUTINGS = ("recomputed", "replayed")  # how updates choose the experts of each token
+_USABLE = 0.85  # usable share of a device's memory; the rest is for temporary buffers
 
 
 class TrainerLayout(NamedTuple):
-  """The quantities that determine the trainer's memory on the devices for generation."""
+  """The facts that determine the trainer's memory on the devices for generation."""
 
   mesh: Mesh | AbstractMesh
   separate: bool  # whether rollouts are generated on other devices
   frozen: bool  # whether only adapters are trained, which are small
-  bytes_per_trained: float  # of a parameter with all that the trainer keeps of it
+  bytes_per_trained: float  # bytes that the trainer keeps for each trained parameter
 
 
 def bytes_per_trained_parameter(state: TrainState) -> float:
@@ -100,8 +100,8 @@ class Engines:
     Args:
       model: the model on the mesh for generation.
       sampling: the distribution to sample from.
-      prompts: the number of prompts in a batch; by default that of the largest batch.
-      batches: number of batches that are sampled as one stream; by default those of a refresh.
+      prompts: the number of prompts in a batch; by default as many as in the largest batch.
+      batches: number of batches that are sampled as one stream; by default as many as in a refresh.
     Raises:
       ValueError: the devices have no memory for a slot.
     """
@@ -136,7 +136,7 @@ class Engines:
 
 
 def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
-  """The kind of cache, for the devices that generate."""
+  """The kind of KV cache for the devices that generate."""
   network = model.config
   slides = network.sliding_window is not None and any(network.sliding_layers or ())
   return choose_cache(
@@ -188,7 +188,7 @@ def choose_slots(
   lengths = shape.max_prompt_length, shape.max_response_length
   sizes = CacheShape.of(*lengths, has_replies=has_replies, pages=cache == "pages")
   decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)
-  # A number that the user has chosen need not leave room for temporary buffers.
+  # A configured number of slots may also take the memory for temporary buffers.
   usable = limit if configured else _USABLE * limit
   free = max(0, usable - decoded - _resident_bytes(model, base, trainer))
   per_slot = slot_bytes(model.config, sizes, mesh.shape["tensor"], cache_format, cache)
@@ -216,7 +216,7 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
   sizes: dict[str, int] = dict(trainer.mesh.shape)
   dtype = jax.numpy.dtype(model.config.param_dtype)
   if trainer.separate and model.mesh is not None and dict(model.mesh.shape) != sizes:
-    # The weights that were synced, without an optimizer; quantized ones are made from them.
+    # Only the synced weights, without optimizer state; quantized weights are made from them.
     place = lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return memory.shard_bytes(jax.tree.map(place, base))
   size = dtype.itemsize if trainer.frozen else trainer.bytes_per_trained
@@ -225,7 +225,7 @@ def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float
 
 
 def _memory(mesh: Mesh | AbstractMesh | None) -> int | None:
-  """Bytes of this process's first device; None if it does not generate or report them."""
+  """Bytes of memory of this process's first device; None if it does not generate or report them."""
   device = jax.local_devices()[0]
   if isinstance(mesh, AbstractMesh) or (mesh is not None and device not in mesh.devices.flat):
     return None  # the devices need not exist

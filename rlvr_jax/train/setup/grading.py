@@ -43,10 +43,10 @@ from rlvr_jax.types import BatchShape
 from rlvr_jax.workers.pool import Failure, default_workers
 
 MAX_WORKERS = 1024  # processes of graders, or of environments
-# Environments whose scores are 0 and 1, or those of the task's grader.
+# Environments whose scores are 0 and 1, or the scores of the task's grader.
 KNOWN_SCORES = ("guess", "python", "retry")
-WEIGHTED, _CODE = "weighted", "code"  # by name
-_NO_ANSWER = "no answer"  # a text that no grader or environment takes for one
+WEIGHTED, _CODE = "weighted", "code"  # names of graders
+_NO_ANSWER = "no answer"  # a text that no grader or environment takes for an answer
 _FIRST_TURN_S = 3600.0  # above all limits of a turn
 _NUM_BEGUN = 8  # problems per source whose dialogues are begun for a check
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
@@ -70,7 +70,7 @@ def _change(source: ProblemSource, change: Change) -> ProblemSource:
 
 
 class _Graders(NamedTuple):
-  """The graders of the problems of a phase."""
+  """The graders of training problems, or of held-out problems."""
 
   main: str
   extra: tuple[tuple[str, float], ...] = ()
@@ -81,7 +81,7 @@ class _Graders(NamedTuple):
 
   def change(self, problem: Problem) -> Problem:
     """The problem with the reference for `grader`."""
-    # The references of a mixture are wrapped for `by_reference` only.
+    # In a mixture of tasks, the wrapped reference is for `by_reference` only.
     own = problem.own_reference
     reference = problem.reference if self.main == BY_REFERENCE else own
     if self.extra:
@@ -91,7 +91,7 @@ class _Graders(NamedTuple):
     return problem.wrap(reference)
 
   def change_by_reference(self, problem: Problem) -> Problem:
-    """As `change`, for a pool whose grader is `BY_REFERENCE`."""
+    """The problem with a reference that names its grader, for a pool that grades `BY_REFERENCE`."""
     changed = self.change(problem)
     if self.grader == BY_REFERENCE:
       return changed
@@ -105,9 +105,9 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   pool serves both.
 
   Args:
-    settings: `config.grading`, of training.
+    settings: `config.grading`, the graders of training.
     held_out_grader: `config.evaluation.grader`.
-    task: the task, whose own grader is used where these fields are empty.
+    task: the task, whose own grader is used if the field is empty.
   Raises:
     ValueError: a number is out of range, a grader is unknown or does not take its hyper-parameters,
       or a weight is not a number. A user's module is checked by the pool, whose workers import it.
@@ -228,7 +228,7 @@ def announce_partial_credit(
 
 
 def _may_score_partly(text: str) -> bool:
-  """Whether a grader may give wrong answers a score; a user's own grader may."""
+  """Whether a grader may give wrong answers a score, as any grader of a user's own may."""
   spec = parse_grader("grader", text)
   known = spec.name in (WEIGHTED, "reasoning_gym") or spec.arguments.get("reward") == "fraction"
   return known or ":" in spec.name
@@ -242,7 +242,7 @@ def used_graders(task: Task) -> list[str]:
 
 
 def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
-  """The graders that the first problems' references name for a grader of parts, each once."""
+  """The distinct graders that references of the first problems name, see `named_graders`."""
   some = [s[index] for s in sources for index in range(min(len(s), _NUM_INSPECTED))]
   named = (text for problem in some for text in named_graders(grader, problem.reference))
   return [*dict.fromkeys(named)]
@@ -269,7 +269,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   spec = parse_environment("config.environment.name", settings.name)
   check_integer("config.environment", "max_turns", settings.max_turns, low=1)
   tries = tries_of(spec)
-  if isinstance(tries, int) and tries > settings.max_turns:  # the last would never be reached
+  if isinstance(tries, int) and tries > settings.max_turns:  # the last try would never be reached
     raise ValueError(
       f"config.environment.name = {settings.name!r} has {tries} tries, but"
       f" config.environment.max_turns = {settings.max_turns}; lower tries, or raise max_turns"
@@ -352,7 +352,7 @@ def check_first_dialogue(
     pool: the result of `start_pools`; None except on the first process.
     task: the task of the run.
   Returns:
-    A text about what the environment did; "" without a pool.
+    A text that says how the environment answered; "" without a pool.
   Raises:
     EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
       reward.
@@ -362,7 +362,7 @@ def check_first_dialogue(
   began = time.monotonic()
   first = task.train[0]
   started = pool.reset(as_mapping(first), 0, first.reference).result(_FIRST_TURN_S)
-  if isinstance(started, Failure):  # whatever it was: there is no text that could be the cause
+  if isinstance(started, Failure):  # any failure counts: no text has been sent that could cause it
     where, failure = "at its reset", started._replace(kind="failed")
   else:
     turn = pool.step(started.dialogue, _NO_ANSWER).result(_FIRST_TURN_S)
@@ -461,7 +461,7 @@ def make_outcome_policy(outcomes: Mapping[str, str]) -> OutcomePolicy:
 
 
 def _as_number(text: str) -> float | str:
-  """A field of a locked configuration has one type, so numbers among names are written as text."""
+  """The number that a text holds, or the text; a field that may be a name or a number is text."""
   try:
     return float(text)
   except ValueError:

@@ -47,8 +47,8 @@ def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
 class Frozen(NamedTuple):
   """The parameters that are not trained, on the devices; {} if all are trained."""
 
-  trainer: Params  # where updates are made
-  sampler: Params  # where rollouts are generated
+  trainer: Params  # on the devices for updates
+  sampler: Params  # on the devices for generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class InitialParams:
       raise CheckpointError(str(error)) from error
 
   def _first_adapters(self, settings: LoraSettings) -> Params:
-    """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
+    """The adapters of `config.lora.adapters`, or new adapters with no effect yet; sharded.
 
     Args:
       settings: those of this run.

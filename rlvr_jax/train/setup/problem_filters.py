@@ -56,7 +56,7 @@ def describe_long_texts(
 def limit_lengths(
   task: Task, tokenizer: Tokenizer, shape: BatchShape, *, too_long: str, warm_starts: bool
 ) -> Task:
-  """The task without prompts beyond the limit, if the configuration asks to drop such prompts.
+  """The task without problems whose prompts are too long, if the configuration drops such problems.
 
   Held-out problems are dropped only by "drop_everywhere", since dropping them changes the
   benchmark.
@@ -80,7 +80,8 @@ def limit_lengths(
     task = dataclasses.replace(task, **short)
   check = functools.partial(_check_prompts, tokenizer=tokenizer, limit=limit)
   check("held-out", task.held_out)
-  for source in listed_sources(task.train) if too_long == "error" else []:  # else all were measured
+  # Unless too_long is "error", all prompts have been measured above.
+  for source in listed_sources(task.train) if too_long == "error" else []:
     check("training", source)
   check("training", task.train, most=100)
   if warm_starts:
@@ -111,7 +112,7 @@ def _check_prompts(
 def _drop(
   name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
 ) -> ProblemSource:
-  """The problems of a phase that fit."""
+  """The problems of a source whose prompts fit the limit."""
   if len(source) > _MAX_MEASURED:
     raise ValueError(
       f"config.prompts.too_long would have to measure {len(source)} problems of {name}"

@@ -66,18 +66,18 @@ class Programs(NamedTuple):
   supervised_init: jax.stages.Wrapped
   supervised_step: jax.stages.Wrapped  # see `update.supervised.supervised_step`
   engine: EnginePrograms  # samples from the policy as in training, on the trainer's devices
-  held_out_engine: EnginePrograms  # with the evaluation's sampling
+  held_out_engine: EnginePrograms  # samples for evaluations, with their own distribution
   checksums: Callable[[Params], Array]  # params → u32[leaves]
   behavior_gap: Callable[..., Gap]  # see `update.agreement.behavior_gap`; sampling is static
-  rerouted_gap: Callable[..., Gap]  # the same where a mixture's routers choose anew
+  rerouted_gap: Callable[..., Gap]  # `behavior_gap`, but routers choose experts again
   # `update.agreement.response_logprobs` at temperature 1
   logprobs_at_temperature_1: Callable[..., Array]
   measure: Callable[..., Diagnostics]  # see `update.diagnostics.measure`
   mean_entropy: Callable[[Params, Params, TrainBatch], Array]  # → f32[], nats per token
   # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   score: Callable[[Params, Params, TrainBatch], tuple[Array, Array]]
-  teach: tuple[jax.stages.Wrapped, ...]  # as `score`, of each teacher
-  merge: Callable[[Params, Params], Params]  # → all parameters of the network as arrays
+  teach: tuple[jax.stages.Wrapped, ...]  # for each teacher, a function like `score`
+  merge: Callable[[Params, Params], Params]  # (trained, frozen) → all parameters of the network
 
 
 class RowTokens(NamedTuple):
@@ -115,9 +115,8 @@ def make_programs(
     method, placement: method and placement of the run.
     sources: the policies that sample.
     teachers: the teachers whose log-probabilities of the rollouts an update needs.
-    sampler: the sampler that generates rollouts, on the mesh of updates or another one.
-    compared: the policy with which the sampler's log-probabilities are compared, on
-      `Placement.compared_mesh`.
+    sampler: model and mesh for generation, the result of `build.make_sampler`.
+    compared: model and mesh of the comparison with the sampler, on `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: the result of `make_measure`.
@@ -128,11 +127,11 @@ def make_programs(
   shardings = jax.tree.map(lambda x: x.sharding, placement.state)
   for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated_sharding(mesh)
   alike = sharding.has_same_devices(mesh, sampler.mesh)
-  # Evaluation samples where updates are made.
+  # Evaluations sample on the devices of updates.
   evaluated = sampler.model if alike else model
   on_policy = sources[0].name == "policy" and alike
   engine = sources[0].engine if on_policy else engines.make(evaluated, sampling)
-  assert engine is not None  # the policy is not a recorded source
+  assert engine is not None  # only a recorded source has no engine
   one_sampling = held_out_sampling == sampling
   jit = functools.partial(jax.jit, compiler_options=compiler_options.training)
   compare = lambda method: make_behavior_gap(
@@ -173,7 +172,7 @@ def make_programs(
 
 
 def _bound(function: Callable[..., Result], network: Model, **bound: Any) -> Callable[..., Result]:
-  """`function` with some arguments, traced with the precision of the network's products."""
+  """`function` with these arguments bound, traced with the network's matmul precision."""
   return with_matmul_precision(
     functools.partial(function, **bound), precision=network.config.precision
   )
@@ -182,7 +181,7 @@ def _bound(function: Callable[..., Result], network: Model, **bound: Any) -> Cal
 def make_teach(method: Method, teacher: Model) -> Callable[..., tuple[Array, Array]]:
   """The function that computes a teacher's log-probabilities, at the teacher's temperature.
 
-  A mixture that teaches chooses its own experts.
+  If the teacher is a mixture of experts, its own routers choose the experts.
   """
   assert method.teaching is not None
   of_teacher = method._replace(
@@ -248,7 +247,7 @@ def choose_row_attention(
   """The implementation of attention within rows, for the devices of a mesh.
 
   Args:
-    network: with the implementation that is configured, or "auto".
+    network: the network, whose `attention` is a configured implementation or "auto".
     mesh: the mesh that makes updates.
     shape: the shape of the largest batch.
     tokens_per_row: `config.batch.tokens_per_row`.
@@ -279,7 +278,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
-  rows, see `rollouts.packing`. Elsewhere they have none, so that results do not change.
+  rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
 
   Args:
     settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, a micro-batch has
@@ -294,12 +293,12 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
   rollout = min_row_length(*sizes, alignment=finest) - prompt
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   beside = min(-(-8 * prompt // rollout), shape.group_size)
-  beside = max(1, min(beside, shape.responses // devices))  # a row for each device
+  beside = max(1, min(beside, shape.responses // devices))  # at least one row for each device
   several = prompt + beside * rollout
   tokens = settings.tokens_per_micro_batch or most_places(mesh)
   several = min(several, tokens, longest_row(kind))
   length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
-  # A row that is longer than the least one may be aligned more coarsely.
+  # Longer rows may be aligned more coarsely, and then need more places for the longest rollout.
   while (least := min_row_length(*sizes, alignment=row_alignment(kind, length))) > length:
     length = row_length(kind, least)
   return row_layout(
@@ -400,7 +399,7 @@ def abstract_update_batch(
     method, placement: method and placement of the run.
     shape: the shape of a training batch.
     has_turns: whether rollouts are dialogues.
-    num_rewards: K, the graders whose scores the groups have by name.
+    num_rewards: K, the number of graders whose scores the groups have by name.
   """
   needs = method.advantage.needs
   return abstract_batch(
@@ -425,12 +424,12 @@ def abstract_taught_batch(
   *,
   has_turns: bool = False,
 ) -> TrainBatch:
-  """`abstract_batch` of the batch that teachers score: with their prompts, and without routes.
+  """Shapes of the batch that teachers score: it has the teachers' prompts, and no routes.
 
   Args:
     placement: the run's placement.
     shape: sizes of a training batch.
-    prompts: the teachers' prompts; None: teachers read the policy's.
+    prompts: the teachers' prompts; None if the teachers read the policy's prompts.
     has_turns: whether rollouts are dialogues.
   """
   layout = placement.row_layout
@@ -465,7 +464,7 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
 
 
 def published_params(trained: Params, network: TransformerConfig, adapters_only: bool) -> Params:
-  """Shapes and dtypes of a published policy, from those of the `trained` parameters."""
+  """Shapes and dtypes of a published policy; `trained`: shapes of the trained parameters."""
   if adapters_only:
     return trained
   return jax.eval_shape(lambda params: cast_to_decode(params, network), trained)

@@ -34,14 +34,14 @@ from rlvr_jax.train.setup.problem_filters import describe_long_texts
 from rlvr_jax.types import BatchShape, Params, Prompts
 from rlvr_jax.update.teaching import Teaching
 
-# In place of a checkpoint: the policy before the first update, the network without adapters, and
-# the policy itself.
+# Names that config.teacher takes in place of a checkpoint: the policy before the first update, the
+# network without adapters, and the policy itself.
 INITIAL, BASE, POLICY = "initial", "base", "policy"
 _FIELD = "config.teacher.checkpoint"
-# config.teacher without a teacher; its prompt is read beside `privileged` alone.
+# The fields of config.teacher without a teacher. Its `prompt` has no effect without `privileged`.
 _UNSET = dict(checkpoint="", checkpoints=(), by="", privileged="", max_prompt_length=0)
 _UNSET |= dict(temperature=None, weight=1.0, reward_weight=1.0)
-_OF_PROBLEMS = ("answer", "solution")  # that every problem has, besides the fields of its line
+_OF_PROBLEMS = ("answer", "solution")  # fields of every problem, besides the fields of its line
 
 
 class Teacher(NamedTuple):
@@ -54,11 +54,11 @@ class Teacher(NamedTuple):
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
     params: shapes, dtypes and shardings of the parameters that are kept for the teacher; {} if
       none are.
-    read: reads these parameters; None if the run has them.
+    read: reads these parameters; None if the teacher uses the run's own parameters.
     check: raises ValueError unless the checkpoint has these parameters and the given tokenizer;
       reads no weights.
     published: the folder in Hugging Face's layout whose config.json describes the teacher's
-      network; "" if there is none; None if it is the policy's.
+      network; "" if there is no such folder; None if the teacher has the policy's network.
   """
 
   field: str
@@ -149,15 +149,15 @@ def make_teaching(
       if value != unset and value != []:
         raise ValueError(
           f"config.teacher.{field} = {value!r} has no effect with config.distillation = {name!r};"
-          " set that to 'opd' or another one, or leave the teacher's fields out"
+          " set config.distillation to another name, such as 'opd', or leave these fields out"
         )
     return None
   for field in ("weight", "reward_weight"):
     check_between("config.teacher", field, settings[field], low=0.0)
   if not settings.weight and settings.reward_weight != 1:
     raise ValueError(
-      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, which measures a"
-      " teacher beside the reward's own update; set weight above 0, or reward_weight = 1"
+      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, but a teacher of"
+      " weight 0 is only measured, beside a plain update; set weight above 0, or reward_weight = 1"
     )
   temperature = settings.temperature
   if temperature is None:
@@ -185,8 +185,8 @@ def make_teaching(
   if made.divergence is not None and (named or settings.privileged):
     field = "checkpoints" if named else "privileged"
     raise ValueError(
-      f"config.distillation = {name!r} compares whole distributions in the update, which is offered"
-      f" for one teacher that reads the policy's prompt; set config.teacher.{field} ="
+      f"config.distillation = {name!r} compares whole distributions in the update: it needs one"
+      f" teacher, which reads the policy's prompt; set config.teacher.{field} ="
       f" {() if named else ''!r}, or choose a form of sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
@@ -194,10 +194,10 @@ def make_teaching(
 
 
 def _pairs(checkpoints: Any) -> list[tuple[str, str]]:
-  """`config.teacher.checkpoints`.
+  """The pairs (name, checkpoint) of `config.teacher.checkpoints`.
 
   Raises:
-    ValueError: it has other items than pairs of texts.
+    ValueError: an item is not a pair of texts.
   """
   field = "config.teacher.checkpoints"
   remedy = "write (('math', 'initial'),), with a comma after each pair (name, checkpoint)"
@@ -211,7 +211,12 @@ def _pairs(checkpoints: Any) -> list[tuple[str, str]]:
 
 
 def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str]) -> None:
-  """Raises ValueError if fields of `config.teacher` do not go together; `named`: checkpoints."""
+  """Raises ValueError if fields of `config.teacher` do not go together.
+
+  Args:
+    settings: `config.teacher`.
+    named: `config.teacher.checkpoints`, as a mapping.
+  """
   teachers = [settings.checkpoint, *named.values()]
   reasons = {
     "checkpoint and checkpoints are both set; leave one of them empty": named
@@ -268,7 +273,7 @@ def make_prompts(
   *,
   longest_row: float,
 ) -> TeacherPrompts | None:
-  """The prompts of a teacher that reads more than the policy; None if it reads the policy's.
+  """The prompts of teachers that read more than the policy; None if they read the policy's prompts.
 
   Args:
     settings: `config.teacher`.
@@ -299,7 +304,7 @@ def describe_long_teachers(
   Args:
     teachers, prompts: the run's teachers and their prompts.
     shape: sizes of the largest batch.
-    checkpoint: `config.model.checkpoint`, the policy's.
+    checkpoint: `config.model.checkpoint`.
   """
   field = "config.max_prompt_length"
   if prompts is not None:
@@ -351,7 +356,7 @@ def _text_of(problem: Problem, field: str, name: str) -> str:
     known = sorted({*problem.own_reference, *_OF_PROBLEMS})
     raise ValueError(
       f"{_place(problem)}: it has no text {name!r}, which config.teacher.{field} names; give every"
-      f" line one, or choose another of its fields: {known}"
+      f" line this field, or choose another field: {known}"
     )
   return text
 
@@ -377,9 +382,9 @@ def make_teachers(
     mesh: the mesh of updates.
     make_model: a network → its functions on `mesh`.
     trained: shapes, dtypes and shardings of the trained parameters.
-    has_adapters: whether these are adapters.
+    has_adapters: whether the trained parameters are adapters.
   Raises:
-    ValueError: there is no such checkpoint, or its vocabulary is not the policy's.
+    ValueError: there is no such checkpoint, or its vocabulary differs from the policy's.
   """
   named = [(_FIELD, "teacher", settings.checkpoint)] * bool(settings.checkpoint)
   for name, path in _pairs(settings.checkpoints):
@@ -388,7 +393,7 @@ def make_teachers(
   if bases and not has_adapters:
     raise ValueError(
       f"{bases[0]} = {BASE!r} is the network without its adapters, but config.lora.rank = 0 trains"
-      f" all of it; choose {INITIAL!r}, the policy before the first update, or a checkpoint"
+      f" the whole network; choose {INITIAL!r}, the policy before the first update, or a checkpoint"
     )
   return tuple(make_teacher(*which, model, mesh, make_model, trained) for which in named)
 
@@ -422,8 +427,8 @@ def make_teacher(
     network, published = _published_network(field, checkpoint), checkpoint
   if network.vocab_size != model.config.vocab_size:
     raise ValueError(
-      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy one"
-      f" of {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
+      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy has"
+      f" {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
     )
   own = make_model(
     dataclasses.replace(
@@ -432,7 +437,7 @@ def make_teacher(
       matmul_precision=model.config.matmul_precision,
       # A published network is not trained; the dtype of a run's is that of its checkpoint.
       param_dtype=network.param_dtype if is_run else model.config.compute_dtype,
-      attention=model.config.attention,  # as the rows are aligned
+      attention=model.config.attention,  # rows are aligned for this implementation
       expert_products="auto",
     )
   )
@@ -475,7 +480,7 @@ def _published_network(field: str, checkpoint: str) -> TransformerConfig:
 
 
 def _network_of_run(field: str, folder: Path) -> tuple[TransformerConfig, str]:
-  """The network of the run that has saved a checkpoint, and the published one that it is from."""
+  """(network, `config.model.checkpoint`) of the run that has saved a checkpoint."""
   config = _config_of_run(field, folder)
   try:
     rank, network = config["lora"]["rank"], model_settings(config["model"])
@@ -512,7 +517,7 @@ def check_same_tokens(owner: str, theirs: Tokenizer, ours: Tokenizer) -> None:
   Args:
     owner: field and value that name the teacher.
     theirs: the teacher's tokenizer.
-    ours: the policy's.
+    ours: the policy's tokenizer.
   """
   found, expected = theirs.vocabulary(), ours.vocabulary()
   differing = sum(found.get(token) != number for token, number in expected.items())

@@ -17,11 +17,11 @@ from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy
 from rlvr_jax.train.reporting.progress import say, warn
 from rlvr_jax.train.setup.grading import ChangedProblems, used_graders
 
-_NUM_GENERATED = 100  # problems of a source that generates them
-_MOST_AT_ONCE = 64  # problems whose grades are awaited: the tests of programs have megabytes
-_OWN_S = 20.0  # for lines that a user's own graders judge, which may ask another program
+_NUM_GENERATED = 100  # problems that are graded if a source generates its problems
+_MOST_AT_ONCE = 64  # problems graded at once: the tests of a program may take megabytes
+_OWN_S = 20.0  # seconds for a user's own graders, which may call another program
 _NUM_NAMED = 5  # problems that a message names
-_SAY_FROM_S = 5.0  # how long it took
+_SAY_FROM_S = 5.0  # the duration is printed if it is longer
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
@@ -34,13 +34,13 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
   Returns:
     The number of problems that were graded.
   Raises:
-    GraderStartError: an answer is not correct, or the grader crashed and config.grading.outcomes
-      gives crashes no reward. The message names files and lines.
+    GraderStartError: a problem's own answer is not correct, or the grader crashed and
+      config.grading.outcomes masks crashes. The message names files and lines.
   """
   began = time.monotonic()
   has_own = any(":" in text for text in (task.grader, *used_graders(task)))
   problems = enumerate(itertools.chain(_checked(task.train), _checked(task.held_out)))
-  faults: dict[str, str] = {}  # by place
+  faults: dict[str, str] = {}  # what happened, by file and line of the problem
   slow: dict[str, str] = {}
   count, at_once = 0, 1
   while chunk := list(itertools.islice(problems, at_once)):
@@ -55,7 +55,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
     for (where, _, text, is_right), grade in zip(items, grades, strict=True):
       said = f"{where}: the answer {text!r:.200} is graded {grade.outcome} ({grade.detail})"
       is_crash = grade.outcome is Outcome.CRASHED and outcome_policy[Outcome.CRASHED] == MASK
-      if grade.outcome is Outcome.TIMEOUT:  # which depends on how busy this machine is
+      if grade.outcome is Outcome.TIMEOUT:  # may be due to a busy machine
         slow.setdefault(where, said)
       elif is_crash or (is_right and grade.outcome is not Outcome.CORRECT):
         faults.setdefault(where, said)
@@ -75,13 +75,13 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
 
 
 def check_every_problem(task: Task, check: Callable[[Problem], Any]) -> None:
-  """Calls `check` for every training problem, or only for the first if problems are generated."""
+  """Calls `check` for every training problem; of generated problems only for the first ones."""
   for problem in _checked(task.train):
     check(problem)
 
 
 def _checked(source: ProblemSource) -> Iterator[Problem]:
-  """The problems of a source: all that it lists, and the first of the others."""
+  """The problems of a source to check: all listed problems, and the first generated problems."""
   if isinstance(source, ChangedProblems):
     yield from map(source.change, _checked(source.source))
     return
@@ -94,7 +94,7 @@ def _checked(source: ProblemSource) -> Iterator[Problem]:
 
 
 def _describe(places: dict[str, str], count: int) -> str:
-  """Which problems, of `count`, and what happened at the first of them."""
+  """Text on faulty problems: their number, of `count`, and what happened at the first ones."""
   named = "; ".join(list(places.values())[:_NUM_NAMED])
   more = "; …" if len(places) > _NUM_NAMED else ""
   return f"{len(places)} of {count} problems: {named}{more}"

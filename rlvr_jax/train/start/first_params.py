@@ -100,7 +100,7 @@ def warm_start(
 
 
 def _step_by_step(step: Callable[[*Inputs], Result], *arguments: *Inputs) -> Result:
-  """A step's result, computed: its buffers are then free before the next one takes some."""
+  """Runs a step and waits for it, so that its buffers are free before the next step."""
   return_freed_memory()
   result: Result = jax.block_until_ready(step(*arguments))
   return result

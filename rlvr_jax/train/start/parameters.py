@@ -62,7 +62,12 @@ def first_state(
 
 
 def _with_first_rate(moments: optax.OptState, first: optax.OptState) -> optax.OptState:
-  """An optimizer's state with the first update's learning rate, as metrics report it."""
+  """A loaded optimizer state whose learning-rate schedule starts again at the first update.
+
+  Args:
+    moments: the optimizer's state of another run.
+    first: the optimizer's state before the first update.
+  """
   scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
   choose = lambda node, new: new if scheduled(node) else node
   return jax.tree.map(choose, moments, first, is_leaf=scheduled)
@@ -94,7 +99,9 @@ def supervised_batches(
 
 
 def check_start(start: ml_collections.ConfigDict, adapters: str, workdir: Path) -> None:
-  """Raises CheckpointError unless `config.start` can be used, or its policy is in the workdir.
+  """Raises CheckpointError if `config.start` cannot be used.
+
+  A run that has checkpoints of its own no longer needs the policy of `config.start.checkpoint`.
 
   Args:
     start: `config.start`.

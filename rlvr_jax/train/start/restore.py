@@ -30,18 +30,18 @@ from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"
 
-# (last step, `MetricWriter.written`) of the records that a run keeps.
+# The records that a resumed run keeps: (last step, result of `MetricWriter.written`).
 LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 
 
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The sources, with the checkpoint and batches of other runs with which this run began.
+  """The sources, with the same checkpoint and batches of other runs as when this run began.
 
   Args:
     sources: the sources made from the present configuration.
-    make_sources: (pins: `Source.pin` by name) → the sources with these.
+    make_sources: makes sources from pins, the `Source.pin` of each source by name.
     workdir: the workdir of the run.
   Raises:
     StoreError: a checkpoint or batch no longer exists.
@@ -58,7 +58,7 @@ def restore_sources(
         file.write(json.dumps(with_crc32(pins)).encode())
     return _read_pins(path, pins.keys())
 
-  # Only the first process may have the file.
+  # The other processes may have no access to the file.
   pinned = multihost.result_of_first(read)
   if pinned == pins:
     return sources
@@ -69,7 +69,7 @@ def restore_sources(
 
 
 def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:
-  """What sources.json says of the sources of these names."""
+  """The pins of the sources with these names, from sources.json."""
   try:
     pins = json.loads(path.read_text())
     if not isinstance(pins, dict) or pins.keys() - {"crc32"} != set(names):
@@ -90,7 +90,7 @@ class Resumed(NamedTuple):
   step: int
   state: TrainState
   host: HostState
-  arrays: dict[str, np.ndarray]  # of `Scorer.state`
+  arrays: dict[str, np.ndarray]  # the arrays that `Scorer.state` returned
   damaged: list[int]  # pending batches that are to be sampled again
 
 
@@ -103,9 +103,9 @@ def find_resumable(
 ) -> Resumed | None:
   """The latest intact checkpoint with intact pending rollouts; None if there is no checkpoint.
 
-  Later checkpoints are removed; damaged ones are renamed on a disk, and removed in a bucket. From
-  an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again with
-  the same policy, and reads other batches from the store.
+  Later checkpoints are removed; damaged checkpoints are renamed on a disk, and removed in a bucket.
+  From an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again
+  with the same policy, and reads other batches from the store.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.
@@ -121,10 +121,10 @@ def find_resumable(
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.result_of_first(torn)
     if (recorded := schedule.recorded) and recorded.oldest_needed(step) < step:
-      continue  # its next batches have tokens of earlier policies
+      continue  # the next batches have tokens of policies before this checkpoint
     # In real time any policy may sample the damaged batches again.
     if not damaged or schedule.threaded:
-      # The next resume would use later ones, although their records are gone.
+      # Otherwise the next resume would use a later checkpoint, whose records are gone.
       checkpointer.discard_after(step)
       first = min(pending.start, pending.stop)
       multihost.run_on_first(functools.partial(_report_damaged, store, first), None)
@@ -169,7 +169,7 @@ def describe_layout(
 
 
 def _report_move(host: HostState, now: Mapping[str, JSON]) -> None:
-  """Says whether the checkpoint was saved on another machine, or with another layout."""
+  """Prints a line if the checkpoint was saved on another machine, or with another layout."""
   then = host.layout
   changed = [
     f"{name} {then.get(name)} → {now[name]}"
@@ -195,7 +195,7 @@ def _report_damaged(store: RolloutStore, first: int) -> None:
 
   Args:
     store: the store of the run.
-    first: number of the first batch that it still needs.
+    first: number of the first batch that the run still needs.
   """
   numbers = range(first)
   with progress(numbers, "checking the store", unit="batches") as bar:

@@ -28,15 +28,15 @@ from rlvr_jax.train.setup.programs import (
 )
 from rlvr_jax.types import BatchShape
 
-_LEAST_PLACES = 64  # of a row; shorter ones are many and save nothing
-_MOST_WHOLE = 4096  # places of a micro-batch that has all of a batch
-_MOST_PADDING = 1.25  # places for each that is used, where any layout has as few
-_LENGTHS_PER_OCTAVE = 8  # of rows that are tried
-_ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)  # of a micro-batch on a device, likewise
-# Later batches are others, and may be longer.
-_GROWTHS = (1.0, 1.06, 1.12, 1.18, 1.24, 1.3, 1.4, 1.5)  # of responses
-_BATCHES, _TRIED_ROLLOUTS = 4, 1024  # of each growth that are tried, at most
-_DENSE = 512  # places of a row beyond which attention leaves out more and more of it
+_LEAST_PLACES = 64  # places of the shortest row that is tried; shorter rows save nothing
+_MOST_WHOLE = 4096  # places of a micro-batch that may hold a whole batch
+_MOST_PADDING = 1.25  # computed places per used place, if some layout needs so few
+_LENGTHS_PER_OCTAVE = 8  # row lengths that are tried between a length and its double
+_ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)  # rows per device that are tried
+# A layout is also tried with longer responses, since later batches may have them.
+_GROWTHS = (1.0, 1.06, 1.12, 1.18, 1.24, 1.3, 1.4, 1.5)  # factors of response lengths
+_BATCHES, _TRIED_ROLLOUTS = 4, 1024  # tried for each growth, at most
+_DENSE = 512  # row length up to which attention computes all scores; beyond, it skips blocks
 
 
 def choose_row_layout(
@@ -53,12 +53,12 @@ def choose_row_layout(
 
   It packs this batch and batches that are drawn from its groups, some with longer responses. Among
   layouts with little padding, it takes the layout with the least cost. A place costs 1, or more in
-  long rows whose attention computes all scores; a micro-batch has a fixed cost of some places.
+  long rows whose attention computes all scores; a micro-batch costs as much as some places more.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.
     prompt_lengths: i[P], tokens.
-    response_lengths: i[P, G], tokens, up to the last one in the loss.
+    response_lengths: i[P, G], tokens, up to the last loss token.
     width: the width of the network.
     has_first_phase: whether the method needs a separate forward pass if a batch may have several
       micro-batches, see `update.accumulate`.
@@ -68,7 +68,7 @@ def choose_row_layout(
 
   @functools.cache
   def count_rows(length: int, alignment: int) -> list[tuple[int, int]]:
-    """Rows of every batch, and their places that are used."""
+    """(number of rows, used places) of each of `batches`."""
     sizes = dict(length=length, alignment=alignment)
     return [_used(assign_rows(*batch, **sizes)) for batch in batches]
 
@@ -81,7 +81,7 @@ def choose_row_layout(
     return [_Count(-(-number // step), 0, used) for number, used in rows]
 
   def judge(layout: RowLayout) -> tuple[float, float]:
-    """Computed places per used place, for the growth with the most, and the cost of an update."""
+    """(computed places per used place, for the worst growth; cost of an update)."""
     counts = count(layout)
     places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
     padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)
@@ -94,7 +94,7 @@ def choose_row_layout(
   judged = {layout: judge(layout) for layout in _candidates(shape, kind, mesh)}
   allowed = max(_MOST_PADDING, 1.05 * min(padding for padding, _ in judged.values()))
   costs = {x: cost for x, (padding, cost) in judged.items() if padding <= allowed}
-  if has_first_phase:  # as much padding may cost less than another pass
+  if has_first_phase:  # padding a single micro-batch may cost less than another pass
     whole = make_row_layout(RowTokens(0, _MOST_WHOLE), shape, kind, mesh)
     if whole.max_micro_batches == 1:
       costs[whole] = judge(whole)[1]
@@ -119,22 +119,25 @@ def _candidates(shape: BatchShape, kind: str, mesh: Mesh) -> Iterator[RowLayout]
 
 
 class _Count(NamedTuple):
-  """What a layout makes of a batch."""
+  """The size of a batch that is packed in a layout."""
 
   micro_batches: int
-  short: int  # of them, those with short rows
-  used: int  # places
+  short: int  # number of micro-batches with short rows
+  used: int  # places that hold a token
 
 
 def _used(rows: Sequence[Row]) -> tuple[int, int]:
-  """The number of rows, and their places that are used."""
+  """(number of rows, places in them that hold a token)."""
   return len(rows), sum(row.used for row in rows)
 
 
 def _similar_batches(
   prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, shape: BatchShape
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """The batch itself, then others of groups that are drawn from it, whose responses are longer."""
+  """Yields (prompt lengths, response lengths) of the batch itself and of batches resampled from it.
+
+  Resampled batches draw their groups with replacement, and lengthen responses by `_GROWTHS`.
+  """
   prompts = np.maximum(prompt_lengths, 1)
   responses = np.maximum(response_lengths, 1)
   random = np.random.default_rng(0)
@@ -148,11 +151,11 @@ def _similar_batches(
 
 
 def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
-  """The fixed cost of a micro-batch, as the number of places that take as long.
+  """The fixed cost of a micro-batch, as the number of places that take the same time.
 
-  Its weights are read, and its gradient is added to the others'. That takes a CPU of two cores 50
-  places, whatever the network; and small products are work for one of its cores. Accelerators have
-  more arithmetic for each byte that they read: 28 bytes of a parameter take an H100 or a TPU v5p
-  as long as its 6 FLOPs of 300 to 500 places.
+  Each micro-batch reads the weights and adds its gradient to the sum. A CPU of two cores computes
+  some 50 places in that time, for any network; the term in `width` is for small matrix products,
+  which use only one core. An H100 or a TPU v5p moves 28 bytes for each parameter in the time of 300
+  to 500 places, at 6 FLOPs per parameter and place.
   """
   return 48 + 2**14 / width if sharding.is_on_cpu(mesh) else 512

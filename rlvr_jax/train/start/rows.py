@@ -26,7 +26,7 @@ ROWS_FILE = "rows.json"
 
 
 def read_rows(workdir: Path) -> RowTokens | None:
-  """The rows with which a run began; None if its first batch has yet to choose them.
+  """The rows with which a run began; None if its first batch has not chosen rows yet.
 
   Without rows.json the fields of config.json apply, in which older versions recorded the rows.
 
@@ -87,7 +87,7 @@ class RunRows:
       has_first_phase: see `Method`.
       configured: the fields of `config.batch`.
       recorded: the result of `read_rows`.
-      record: called on the first process with what the first batch chooses, before it is used.
+      record: called on the first process with the rows that the first batch chooses, before use.
     """
     self._planned, self._shape, self._network = placement, shape, network
     self._has_first_phase, self._record = has_first_phase, record
@@ -96,7 +96,7 @@ class RunRows:
     if any(configured):
       self._tokens, self._placement = configured, placement
     elif recorded is not None:
-      # Otherwise this machine has more devices than there may be such rows.
+      # If this machine has too many devices for the recorded rows, rows are chosen again.
       with contextlib.suppress(ValueError):
         self._tokens, self._placement = recorded, self._place(recorded)
 
@@ -108,7 +108,7 @@ class RunRows:
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
     """The run's placement, with rows that the first batch chooses.
 
-    In several processes all make the first call together.
+    With several processes, all of them make the first call together.
 
     Args:
       batch: makes a batch of NumPy arrays; called if there are no rows yet.

@@ -79,7 +79,7 @@ def test_a_loss_of_full_responses_takes_a_teacher_s_loss():
 
 def test_another_vocabulary_is_refused(tmp_path):
   checkpoint = write_run(tmp_path, model__overrides=dict(vocab_size=512))
-  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, the policy one of 264"):
+  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, the policy has 264"):
     build(tiny.config(**fields(checkpoint)).lock())
 
 
@@ -204,7 +204,7 @@ REFUSED |= {  # fields that do not go together
   "itself": (fields("policy"), "the student itself"),
   "no place": (fields(**PRIVILEGED, teacher__prompt="{question}"), "lacks {privileged}"),
   "no length": (fields(teacher__privileged="hint"), "max_prompt_length = 0"),
-  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "offered for one teacher"),
+  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "needs one teacher"),
   "dialogues": (fields(**PRIVILEGED, environment__name="guess"), "environment"),
 }
 
