@@ -33,7 +33,7 @@ OUTSIDE = {
   "models/gguf.py": {"tokenizer", "parser"},
   "ops/precision.py": {"traced"},
   "train/checkpointing/checkpoint_files.py": {"sys"},
-  "train/setup/config_file.py": {"config", "task", "flags.FLAGS['config']", "values['config']"},
+  "train/setup/config_file.py": {"config", "task", "values['config']"},
 }
 THREAD_SETTINGS = {"daemon"}
 

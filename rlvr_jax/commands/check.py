@@ -49,7 +49,6 @@ from rlvr_jax.train.setup.grading import (
   check_first_grade,
   check_first_messages,
   grader_pool,
-  start_pools,
   used_graders,
 )
 from rlvr_jax.train.setup.problem_filters import describe_long_texts
@@ -360,9 +359,7 @@ class Preflight:
     parts = _require(self.parts, "the configuration has failed")
     with contextlib.ExitStack() as stack:
       enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-      pools = start_pools(
-        self.config.grading, self.config.environment, parts.task, parts.tokenizer, enter
-      )
+      pools = parts.start_pools(enter)
       text = check_first_dialogue(parts.grading.outcome_policy, pools[1], parts.task)
       answers, length = parts.make_answers(*pools), parts.shape.max_prompt_length
       sources = parts.task.held_out, parts.task.train

@@ -27,7 +27,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation.samplers import sampler_of_policy
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import check_first_messages, start_pools
+from rlvr_jax.train.setup.grading import check_first_messages
 from rlvr_jax.train.start.parameters import load_policy
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -61,10 +61,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
     done = multihost.result_of_first(count)
     if done < num_problems:
-      start = lambda: start_pools(
-        parts.config.grading, parts.config.environment, parts.task, parts.tokenizer, enter
-      )
-      pools = multihost.run_together(start)
+      pools = multihost.run_together(lambda: parts.start_pools(enter))
       answers = parts.make_answers(*pools)
       length = parts.shape.max_prompt_length
       check_first_messages(answers, parts.tokenizer, length, parts.task.held_out)

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.sampler import SWITCH
 from rlvr_jax.storage.places import parse_path
+from rlvr_jax.train.begin import make_training_sampler
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import EndRequestedError, deadline
+from rlvr_jax.train.cluster.process import deadline
 from rlvr_jax.train.fleet.policies import abstract_policy
 from rlvr_jax.train.fleet.roles import (
   ComparedSampler,
@@ -24,12 +24,10 @@ from rlvr_jax.train.fleet.roles import (
   sources_of_run,
 )
 from rlvr_jax.train.generation.agreement import behavior_gaps
-from rlvr_jax.train.generation.policies import Policies
-from rlvr_jax.train.generation.samplers import training_sampler
-from rlvr_jax.train.reporting.progress import say
+from rlvr_jax.train.session import report_shutdown
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade, start_pools
+from rlvr_jax.train.setup.grading import check_first_dialogue, check_first_grade
 from rlvr_jax.types import Params
 
 
@@ -49,7 +47,9 @@ def sample(parts: Parts, workdir: str | Path) -> None:
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.silence_all_but_first())
-    stack.enter_context(_report_shutdown())
+    stack.enter_context(
+      report_shutdown("other samplers take over its groups. Rerun the same command to continue")
+    )
     stack.enter_context(deadline())
     config = json.loads(parts.config.to_json_best_effort())
     multihost.run_on_first(lambda: check_same_run(config, folder), None)
@@ -58,11 +58,7 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     )
     parts = dataclasses.replace(parts, sources=sources)
     frozen = parts.initial.frozen()
-    pools = multihost.run_together(
-      lambda: start_pools(
-        parts.config.grading, parts.config.environment, parts.task, parts.tokenizer, enter
-      )
-    )
+    pools = multihost.run_together(lambda: parts.start_pools(enter))
     check_first_grade(parts.grading.outcome_policy, pools[0], parts.task)
     check_first_dialogue(parts.grading.outcome_policy, pools[1], parts.task)
     stack.enter_context(multihost.share_shutdown_signals())
@@ -79,38 +75,22 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
     answers: answers the turns of rollouts.
   """
   c, programs, network = parts.config, parts.programs, parts.model.config
-  policies = Policies(
-    parts.sources,
-    parts.schedule,
-    frozen,
-    checksums=programs.checksums,
-    sync=None,  # the trainer makes the policies
-  )
-  inner = training_sampler(
-    parts.sources,
-    policies,
-    parts.training_grading,
-    answers,
-    parts.schedule,
-    group_size=parts.shape.group_size,
-    new_weights=c.fleet.new_weights,
-    deadline_s=c.generation_deadline_s,
-  )
+  policies, inner = make_training_sampler(parts, frozen, answers)
   compare = functools.partial(
     behavior_gaps,
     placement=parts.placement,
     programs=programs,
     mixes_caches=c.fleet.new_weights == SWITCH,
   )
-  may_differ = checks.may_differ(
-    parts.schedule, learning_rate=c.learning_rate, optimizer=c.optimizer
-  )
   settings = sampler_settings(
     folder,
     c.fleet,
     parts.sources,
     identity=identify(
-      json.loads(c.to_json_best_effort()), may_differ, parts.task.train, parts.tokenizer
+      json.loads(c.to_json_best_effort()),
+      checks.may_differ(c, parts.schedule),
+      parts.task.train,
+      parts.tokenizer,
     ),
     group_size=parts.shape.group_size,
     deadline_s=c.generation_deadline_s,
@@ -123,13 +103,3 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
     settings,
     abstract_policy(trained, network, mesh, adapters_only=adapters_only),
   )
-
-
-@contextlib.contextmanager
-def _report_shutdown() -> Iterator[None]:
-  """Context that prints a line if shutdown was requested, after everything is closed."""
-  try:
-    yield
-  except EndRequestedError as error:
-    say(f"{error}; other samplers take over its groups. Rerun the same command to continue")
-    raise

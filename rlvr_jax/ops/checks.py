@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_SCORE = 1e30  # of a reward, which is a float32 and may be summed
@@ -63,6 +63,19 @@ def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) ->
   """Raises ValueError unless `value` is one of `allowed`."""
   if value not in allowed:
     raise ValueError(f"{owner}: {name} = {value!r} is unknown; choose one of {sorted(allowed)}")
+
+
+def check_reasons(owner: str, reasons: Mapping[str, object], *, remedy: str = "") -> None:
+  """Raises ValueError with the first reason that applies, between `owner` and `remedy`.
+
+  Args:
+    owner: the setting that is refused, such as "config.fleet.samplers = True, but ".
+    reasons: text → whether it applies. A text also says how to mend it.
+    remedy: what mends it whatever the reason is.
+  """
+  for why, applies in reasons.items():
+    if applies:
+      raise ValueError(f"{owner}{why}{remedy}")
 
 
 def describe(value: Any) -> str:

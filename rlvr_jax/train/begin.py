@@ -9,7 +9,13 @@ from collections.abc import Callable
 from rlvr_jax.data.draws import problem_draws
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.batches import Batches, BatchSettings, Hooks, Inputs, Position
-from rlvr_jax.rollouts.sampler import SWITCH, LocalSampler, SamplerSettings, ThreadSampler
+from rlvr_jax.rollouts.sampler import (
+  SWITCH,
+  LocalSampler,
+  SamplerSettings,
+  SamplingSource,
+  ThreadSampler,
+)
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.files import JsonObject
@@ -18,12 +24,9 @@ from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.evaluation import Evaluation
 from rlvr_jax.train.fleet.roles import FleetSampler
 from rlvr_jax.train.generation.agreement import Agreement
-from rlvr_jax.train.generation.policies import Policies, make_sync
-from rlvr_jax.train.generation.samplers import (
-  sampler_of_policy,
-  sampling_flops,
-  training_sampler,
-)
+from rlvr_jax.train.generation.policies import Policies, keeps_several, make_sync
+from rlvr_jax.train.generation.printing import Printer
+from rlvr_jax.train.generation.samplers import sampler_of_policy, sampling_flops
 from rlvr_jax.train.generation.scoring import Scorer, ScorerSettings, measure_entropy
 from rlvr_jax.train.loop import Plan, Run, RunState, evaluate, save
 from rlvr_jax.train.reporting.log import RunLog
@@ -57,23 +60,7 @@ def make_run(
   """
   c, programs, schedule, sources = parts.config, parts.programs, parts.schedule, parts.sources
   group_size, new_weights = parts.shape.group_size, c.fleet.new_weights
-  policies = Policies(
-    sources,
-    schedule,
-    frozen.sampler,
-    checksums=programs.checksums,
-    sync=None if c.fleet.samplers else make_sync(parts.placement, schedule),
-  )
-  sampler = training_sampler(
-    sources,
-    policies,
-    parts.training_grading,
-    make_answers(),
-    schedule,
-    group_size=group_size,
-    new_weights=new_weights,
-    deadline_s=c.generation_deadline_s,
-  )
+  policies, sampler = make_training_sampler(parts, frozen.sampler, make_answers())
   of_policy = lambda engine, settings: sampler_of_policy(
     engine, frozen.trainer, parts.grading, make_answers(), settings
   )
@@ -183,6 +170,41 @@ def make_run(
     checkpointer=checkpointer,
     layout=describe_layout(parts.placement, parts.compiler_options, slots=c.sampling.slots),
   )
+
+
+def make_training_sampler(
+  parts: Parts, frozen: Params, answers: Answers
+) -> tuple[Policies, LocalSampler]:
+  """The policies of a run, and what samples its training rollouts with them in this program.
+
+  Args:
+    parts: the parts of the run.
+    frozen: the parameters that are not trained, where rollouts are generated.
+    answers: answers the turns of this sampler alone.
+  """
+  c, sources, schedule = parts.config, parts.sources, parts.schedule
+  policies = Policies(
+    sources,
+    schedule,
+    frozen,
+    checksums=parts.programs.checksums,
+    sync=None if c.fleet.samplers else make_sync(parts.placement, schedule),
+  )
+  settings = SamplerSettings(
+    parts.shape.group_size,
+    new_weights=c.fleet.new_weights,
+    deadline_s=c.generation_deadline_s,
+  )
+  if keeps_several(schedule):
+    settings = dataclasses.replace(settings, has_plans=True, oldest_needed=schedule.oldest_sampling)
+  of_sources = [
+    SamplingSource(
+      source.programs, functools.partial(policies.load, source), of_this_run=source.of_this_run
+    )
+    for source in sources.live
+  ]
+  sampler = LocalSampler(of_sources, parts.training_grading, answers, settings, Printer())
+  return policies, sampler
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:

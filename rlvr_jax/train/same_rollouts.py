@@ -25,7 +25,6 @@ from rlvr_jax.train.loop import next_batch, update
 from rlvr_jax.train.reporting.progress import progress
 from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import Parts, build, make_method
-from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method, estimate_coefficients
@@ -60,10 +59,6 @@ def train_and_record(
     now, run = run.now, run.run
     first = copy(now.state.params)
     entropy = run.first_entropy(first)
-    state = parameters.first_state(
-      parts.method, parts.placement.state, copy(first), entropy, start=parts.config.start
-    )
-    now = now._replace(state=state)
     for step in progress(range(before + max(lags) + 1), "training", unit="updates"):
       batch = next_batch(run, now)
       lag = step - before
@@ -109,10 +104,7 @@ def sample_batches(
   parts = build(config)
   with open_session(parts, workdir) as run:
     now, run = run.now, run.run
-    state = parameters.first_state(
-      parts.method, parts.placement.state, copy(params), 0.0, start=config.start
-    )
-    now = now._replace(state=state)
+    now = now._replace(state=dataclasses.replace(now.state, params=copy(params)))
     return [next_batch(run, now._replace(step=step)).train for step in range(count)]
 
 

@@ -42,7 +42,6 @@ from rlvr_jax.train.setup.grading import (
   check_first_dialogue,
   check_first_grade,
   check_first_messages,
-  start_pools,
 )
 from rlvr_jax.train.setup.programs import RowTokens
 from rlvr_jax.train.setup.teachers import read_problem
@@ -89,13 +88,11 @@ def open_session(
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.silence_all_but_first())
-    stack.enter_context(_report_shutdown())
+    stack.enter_context(report_shutdown("rerun the same command to continue"))
     stack.enter_context(deadline())
     config, placement = parts.config, parts.placement
     folder, files = open_workdir(workdir, enter)
-    may_differ = checks.may_differ(
-      parts.schedule, learning_rate=config.learning_rate, optimizer=config.optimizer
-    )
+    may_differ = checks.may_differ(config, parts.schedule)
 
     def check() -> RowTokens | None:
       found = _check_workdir(folder, files, config.to_json_best_effort(), may_differ)
@@ -143,9 +140,7 @@ def open_session(
     outcome_policy = parts.grading.outcome_policy
 
     def start() -> tuple[GraderPool, EnvironmentPool | None]:
-      graders, environments = start_pools(
-        config.grading, config.environment, parts.task, parts.tokenizer, enter
-      )
+      graders, environments = parts.start_pools(enter)
       check_first_grade(outcome_policy, graders, parts.task)
       check_every_line(outcome_policy, graders, parts.task)
       check_first_dialogue(outcome_policy, environments, parts.task)
@@ -275,12 +270,12 @@ def logged_run(parts: Parts) -> LoggedRun:
 
 
 @contextlib.contextmanager
-def _report_shutdown() -> Iterator[None]:
-  """Prints the phase in which shutdown was requested, after the run's files are closed."""
+def report_shutdown(remedy: str) -> Iterator[None]:
+  """Prints the phase in which shutdown was requested, and a remedy, after all files are closed."""
   try:
     yield
   except EndRequestedError as error:
-    say(f"{error}; rerun the same command to continue")
+    say(f"{error}; {remedy}")
     raise
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.models.functional import Model
 from rlvr_jax.models.layout import Layout, Residual
 from rlvr_jax.train.cluster.process import measure_wait
 from rlvr_jax.types import Array, Params, TrainBatch, Tree
@@ -165,6 +166,13 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
   return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
+def platform(mesh: Mesh | AbstractMesh | None) -> str:
+  """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, that of this program."""
+  devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
+  name: str = devices[0].platform
+  return name
+
+
 def state_shardings(abstract: Tree, mesh: Mesh) -> Tree:
   """A NamedSharding for every leaf, from `RULES` by the leaf's path; also for optimizer moments.
 
@@ -192,6 +200,11 @@ def add_shardings(shapes: Tree, mesh: Mesh) -> Tree:
     state_shardings(shapes, mesh),
   )
   return placed
+
+
+def abstract_params(model: Model, mesh: Mesh) -> Params:
+  """Shapes, dtypes and shardings of all parameters of a model's network."""
+  return add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

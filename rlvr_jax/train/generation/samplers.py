@@ -1,8 +1,7 @@
-"""Makes the samplers of a run: for training, for evaluation, and for the first entropy."""
+"""Makes the samplers of a run's policy alone: for evaluation, and for the first entropy."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -19,43 +18,8 @@ from rlvr_jax.rollouts.sampler import (
   SamplerSettings,
   SamplingSource,
 )
-from rlvr_jax.rollouts.sources import Sources
-from rlvr_jax.rollouts.staleness import Schedule
-from rlvr_jax.train.generation.policies import Policies, keeps_several
-from rlvr_jax.train.generation.printing import Printer, keep_alive
+from rlvr_jax.train.generation.printing import keep_alive
 from rlvr_jax.types import Params
-
-
-def training_sampler(
-  sources: Sources,
-  policies: Policies,
-  grading: Grading,
-  answers: Answers,
-  schedule: Schedule,
-  *,
-  group_size: int,
-  new_weights: str,
-  deadline_s: float,
-) -> LocalSampler:
-  """The sampler of the training rollouts of a run.
-
-  Args:
-    sources, policies, grading, schedule: sources, policies, grading and schedule of the run.
-    answers: answers of graders and environments, for this sampler alone.
-    group_size: G.
-    new_weights: `config.fleet.new_weights`.
-    deadline_s: seconds without progress after which sampling fails.
-  """
-  settings = SamplerSettings(group_size, new_weights=new_weights, deadline_s=deadline_s)
-  if keeps_several(schedule):
-    settings = dataclasses.replace(settings, has_plans=True, oldest_needed=schedule.oldest_sampling)
-  of_sources = [
-    SamplingSource(
-      source.programs, functools.partial(policies.load, source), of_this_run=source.of_this_run
-    )
-    for source in sources.live
-  ]
-  return LocalSampler(of_sources, grading, answers, settings, Printer())
 
 
 def sampler_of_policy(

@@ -27,7 +27,7 @@ from rlvr_jax.storage.files import JsonObject
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.engines import Engines, records_routes, sampling_platform
+from rlvr_jax.train.setup.engines import Engines
 from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
@@ -141,7 +141,6 @@ def make_sources(
   check_sampling(owner, shifted, model.config.vocab_size)
   check_between(owner, "temperature", shifted.temperature, low=LEAST_TEMPERATURE)
   raw = settings.temperature.recorded == "raw"
-  needs_routes = records_routes(config.model)
 
   def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
     engine = engines.make(model, sampling, prompts=prompts)
@@ -157,7 +156,7 @@ def make_sources(
       return quantized.quantize(merged, settings.quantized.format), {}
 
     decoded = quantized.adapt_to_quantized(
-      model, settings.quantized.format, decode_rounded=sampling_platform(model) != "cpu"
+      model, settings.quantized.format, decode_rounded=sharding.platform(model.mesh) != "cpu"
     )
     engine = engines.make(decoded, sampling, prompts=prompts)
     return Source(name, prompts, sampling, engine, params_of=copy)
@@ -166,7 +165,7 @@ def make_sources(
     other, step, read = other_policy(
       settings.checkpoint, config.tokenizer, model, mesh, pins.get(name)
     )
-    if needs_routes and other.config.mixture != model.config.mixture:
+    if engines.records_routes and other.config.mixture != model.config.mixture:
       raise ValueError(
         "config.sources.checkpoint.workdir ="
         f" {settings.checkpoint.workdir!r}: its (layers, experts, experts per token) are"
@@ -188,7 +187,7 @@ def make_sources(
       shape,
       allow_truncated=config.allow_truncated_behavior,
       numbers=pins.get(name),
-      routes=model.config.mixture if needs_routes else None,
+      routes=model.config.mixture if engines.records_routes else None,
     )
     return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
 
@@ -317,7 +316,7 @@ def other_policy(
     )
   model_config = dataclasses.replace(model_config, expert_products=model.config.expert_products)
   other = transformer(model_config, sharding.make_layout(mesh))
-  abstract = sharding.add_shardings(jax.eval_shape(other.init, jax.random.key(0)), mesh)
+  abstract = sharding.abstract_params(other, mesh)
   return other, step, functools.partial(read_params, workdir / "checkpoints" / str(step), abstract)
 
 

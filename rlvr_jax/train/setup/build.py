@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import ml_collections
 import optax
 from absl import logging
@@ -21,14 +20,17 @@ from rlvr_jax import advantages, corrections, geometry, losses, reweighting, spe
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import Task, Tokenizer, tasks
 from rlvr_jax.data.by_name import make_tokenizer
+from rlvr_jax.environments.dialogues import EnvironmentPool
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
-from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.presets import given_overrides, model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
+from rlvr_jax.ops.grouped import choose_products
 from rlvr_jax.ops.row_attention import longest_row
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.rewards.grading import GraderPool
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.grading import Grading
@@ -36,6 +38,7 @@ from rlvr_jax.rollouts.packing import RowLayout, layout_of_few
 from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import LEAST_TEMPERATURE
+from rlvr_jax.train.checkpointing.workdir import Enter
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.train.setup import checks
@@ -63,6 +66,7 @@ from rlvr_jax.train.setup.grading import (
   check_environment,
   make_answers,
   make_grading,
+  start_pools,
   with_graders,
 )
 from rlvr_jax.train.setup.initial_params import InitialParams, make_lora, network_identity
@@ -73,8 +77,6 @@ from rlvr_jax.train.setup.programs import (
   RowTokens,
   abstract_state,
   abstract_teacher,
-  choose_expert_products,
-  choose_loop_of_layers,
   choose_row_attention,
   make_gram,
   make_measure,
@@ -93,7 +95,7 @@ from rlvr_jax.train.setup.teachers import (
   make_teaching,
   read_problem,
 )
-from rlvr_jax.types import BatchShape, Params
+from rlvr_jax.types import BatchShape
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
@@ -133,6 +135,11 @@ class Parts:
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
+  def start_pools(self, enter: Enter) -> tuple[GraderPool, EnvironmentPool | None]:
+    """Starts the processes of graders and environments; see `grading.start_pools`."""
+    config = self.config
+    return start_pools(config.grading, config.environment, self.task, self.tokenizer, enter)
+
 
 def build(
   config: ml_collections.ConfigDict,
@@ -167,7 +174,10 @@ def build(
   grading = make_grading(config.grading.outcomes, config.overlong, tokenizer, shape)
   adapters = make_lora(config.lora)
   network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
-  network = choose_loop_of_layers(network, mesh, config.model)
+  if sharding.platform(mesh) == "gpu" and "unroll_layers" not in given_overrides(config.model):
+    # Small presets unroll their layers, which saves copies on a CPU. For a GPU, every unrolled
+    # layer adds seconds to the compilation.
+    network = dataclasses.replace(network, unroll_layers=1)
   make_model_on = functools.partial(
     make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
   )
@@ -181,33 +191,15 @@ def build(
   )
   held_out_sampling = make_held_out_sampling(config.evaluation.sampling, vocab_size)
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
-  checks.check_new_weights(
-    config.schedule,
-    schedule,
-    config.fleet,
-    is_raw=config.sources.temperature.recorded == "raw",
-    routing=routing_of(config.model),
-  )
-  if config.fleet.samplers:
-    checks.check_fleet(
-      config.schedule, schedule, config.fleet, config.sources, config.generation_mesh
-    )
-  else:
-    checks.check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+  checks.check_schedule(config, schedule)
   sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
   compared = make_compared(sampler, model, mesh, make_model_on)
   compiler_options = make_compiler_options(config.compiler_options, mesh, sampler.mesh)
   method = make_method(config, model, mesh)
+  checks.check_advantage(config, method, grading)
   if "rewards_by_name" in method.advantage.needs:
-    checks.check_rewards_by_name(
-      config.advantage,
-      extra=config.grading.extra,
-      environment=config.environment.name,
-      recorded=config.sources.recorded.fraction,
-      overlong_buffer=config.overlong.buffer,
-    )
     grading = dataclasses.replace(grading, num_rewards=1 + len(config.grading.extra))
-  base = abstract_params(model, mesh)
+  base = sharding.abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   check_optimizer("config", config.optimizer, method.optimizer, trained)
   check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
@@ -228,11 +220,12 @@ def build(
     deadline_s=config.generation_deadline_s,
     compiler_options=compiler_options.generation,
     has_replies=bool(config.environment.name),
-    records_routes=records_routes(config.model),
+    records_routes=method.records_routes,
   )
   make_pinned = functools.partial(make_sources, config, *sampler, tokenizer, shape, engines)
   sources = make_pinned(pins={})
   checks.check_repeats(config.fleet.new_weights, schedule, sources)
+  checks.check_recorded_rewards(config, method, sources)
   method = method._replace(sources=tuple(source.name for source in sources))
   row_layout = make_row_layout(config.batch, shape, model.config.attention, mesh)
   teachers: tuple[Teacher, ...] = ()
@@ -286,24 +279,6 @@ def build(
     has_turns=bool(config.environment.name),
     num_rewards=grading.num_rewards,
   )
-  if method.advantage.needs_binary:
-    checks.check_binary(
-      config.advantage,
-      grading,
-      sources,
-      extra=config.grading.extra,
-      store=config.sources.recorded.store,
-      environment=config.environment.name,
-    )
-  if method.advantage.per_token is not None:
-    checks.check_advantage_of_tokens(
-      config.advantage,
-      config.reweighting,
-      config.loss,
-      lacks_turns="turn_scores" in method.advantage.needs
-      and not (config.environment.name or config.sources.recorded.fraction),
-      of_responses=method.loss.of_responses,
-    )
   task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
   task = limit_lengths(
     task,
@@ -443,11 +418,6 @@ def make_compared(
   return PlacedModel(make_model_on(other, sampler.mesh), other)
 
 
-def abstract_params(model: Model, mesh: Mesh) -> Params:
-  """Shapes, dtypes and shardings of all parameters of the network."""
-  return sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
-
-
 def make_network(
   settings: ml_collections.ConfigDict, tokenizer: str, vocab_size: int
 ) -> TransformerConfig:
@@ -496,7 +466,9 @@ def make_model(
     tokens_per_row: `config.batch.tokens_per_row`.
   """
   attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
-  products = choose_expert_products(network, mesh)
+  products = choose_products(
+    network.expert_products, platform=sharding.platform(mesh), dtype=network.compute_dtype
+  )
   network = dataclasses.replace(network, attention=attention, expert_products=products)
   return lora.adapt(transformer(network, sharding.make_layout(mesh, parameters)), adapters)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import jax
 import ml_collections
@@ -11,15 +10,22 @@ from jax.sharding import Mesh
 
 from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import MAX_INT32, check_between, check_choice, check_integer
+from rlvr_jax.ops.checks import (
+  MAX_INT32,
+  check_between,
+  check_choice,
+  check_integer,
+  check_reasons,
+)
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.grading import Grading
-from rlvr_jax.rollouts.sampler import CHOICES
-from rlvr_jax.rollouts.sources import Source
+from rlvr_jax.rollouts.sampler import CHOICES, FINISH, SWITCH
+from rlvr_jax.rollouts.sources import Sources
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.engines import routing_of
 from rlvr_jax.train.setup.grading import scores_partly, shaped_outcomes
-from rlvr_jax.update import learning_rate as learning_rates
-from rlvr_jax.update import optimizer as optimizers
+from rlvr_jax.update import learning_rate, optimizer
+from rlvr_jax.update.objective import Method
 
 # Fields by section that must be at least 1, and that nothing else checks before compilation.
 _AT_LEAST_ONE = {
@@ -114,66 +120,58 @@ def _key_heads(network: TransformerConfig) -> str:
   return " and ".join(map(str, dict.fromkeys(heads.keys for heads in network.heads)))
 
 
-def check_fleet(
-  name: str,
-  schedule: staleness.Schedule,
-  settings: ml_collections.ConfigDict,
-  sources: ml_collections.ConfigDict,
-  generation_mesh: ml_collections.ConfigDict,
-) -> None:
-  """Raises ValueError if this run cannot use a fleet of samplers.
+def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
+  """Raises ValueError if this run cannot sample as its schedule and `config.fleet` ask.
 
-  Args:
-    name: `config.schedule`.
-    schedule: the schedule of the run.
-    settings: `config.fleet`.
-    sources: `config.sources`.
-    generation_mesh: `config.generation_mesh`.
+  It compares the schedule with sections of the configuration.
   """
-  check_between("config.fleet", "silent_s", settings.silent_s, low=1.0)
-  reasons = {
-    f"config.schedule = {name!r} has no real-time bound; set it to"
-    " 'asynchronous(max_lag=4)'": not schedule.threaded,
-    "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
-    " assembled; set it to 'sampled'": sources.temperature.recorded == "raw",
-    "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
-      sources.recorded.fraction == 1.0
-    ),
-    f"config.generation_mesh = {generation_mesh.to_dict()} has devices of its own, but a"
-    " sampler has all of its program's devices; set config.generation_mesh.same_devices = True, or"
-    " its axes to 0": generates_separately(generation_mesh),
-  }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.fleet.samplers = True, but {why}")
-
-
-def check_real_time(
-  name: str,
-  schedule: staleness.Schedule,
-  mesh: ml_collections.ConfigDict,
-  generation_mesh: ml_collections.ConfigDict,
-) -> None:
-  """Raises ValueError if generation would run beside updates on the same devices of a mesh.
-
-  Args:
-    name: `config.schedule`.
-    schedule: the schedule of the run.
-    mesh, generation_mesh: sections of the configuration.
-  """
-  if not schedule.threaded:
-    return
-  if jax.process_count() > 1:
-    raise ValueError(
+  name, fleet, mesh = config.schedule, config.fleet, config.mesh.to_dict()
+  is_separate = generates_separately(config.generation_mesh)
+  is_raw = config.sources.temperature.recorded == "raw"
+  check_choice("config.fleet", "new_weights", fleet.new_weights, CHOICES)
+  if fleet.samplers:
+    check_between("config.fleet", "silent_s", fleet.silent_s, low=1.0)
+    reasons = {
+      f"config.schedule = {name!r} has no real-time bound; set it to"
+      " 'asynchronous(max_lag=4)'": not schedule.threaded,
+      "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
+      " assembled; set it to 'sampled'": is_raw,
+      "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
+        config.sources.recorded.fraction == 1.0
+      ),
+      f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, but a"
+      " sampler has all of its program's devices; set config.generation_mesh.same_devices = True,"
+      " or its axes to 0": is_separate,
+    }
+    check_reasons("config.fleet.samplers = True, but ", reasons)
+  elif schedule.threaded:
+    reasons = {
+      "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
+      f" config.schedule = {name!r} groups of a batch may have several policies; set it to"
+      " 'sampled', or choose another schedule": is_raw,
       f"config.schedule = {name!r} needs all devices in one process, this run has"
-      f" {jax.process_count()}; choose simulated_asynchronous, or run one process"
-    )
-  if math.prod(mesh.to_dict().values()) > 1 and not generates_separately(generation_mesh):
-    # Two threads could dispatch programs that wait for each other on the same devices.
-    raise ValueError(
-      f"config.schedule = {name!r} on config.mesh = {mesh.to_dict()} needs separate devices for"
-      " generation; set config.generation_mesh, for example config.generation_mesh.data = 1"
-    )
+      f" {jax.process_count()}; choose simulated_asynchronous, or run one process": (
+        jax.process_count() > 1
+      ),
+      # Two threads could dispatch programs that wait for each other on the same devices.
+      f"config.schedule = {name!r} on config.mesh = {mesh} needs separate devices for generation;"
+      " set config.generation_mesh, for example config.generation_mesh.data = 1": (
+        math.prod(mesh.values()) > 1 and not is_separate
+      ),
+    }
+    check_reasons("", reasons)
+  if fleet.new_weights != FINISH and schedule.recorded is None:
+    reasons = {
+      f"config.schedule = {name!r} gives a response no newer weights; set it to"
+      " 'asynchronous(max_lag=4)'": not schedule.threaded,
+      "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
+      " several; set new_weights = 'recompute'": (
+        fleet.new_weights == SWITCH and routing_of(config.model) == "replayed"
+      ),
+      "config.sources.temperature.recorded = 'raw' needs one policy per batch; set it to"
+      " 'sampled'": is_raw,
+    }
+    check_reasons(f"config.fleet.new_weights = {fleet.new_weights!r}, but ", reasons)
 
 
 def generates_separately(settings: ml_collections.ConfigDict) -> bool:
@@ -181,50 +179,7 @@ def generates_separately(settings: ml_collections.ConfigDict) -> bool:
   return any(settings[axis] for axis in sharding.AXES) and not settings.get("same_devices", False)
 
 
-def check_new_weights(
-  name: str,
-  schedule: staleness.Schedule,
-  settings: ml_collections.ConfigDict,
-  *,
-  is_raw: bool,
-  routing: str,
-) -> None:
-  """Raises ValueError if this run cannot use its `config.fleet.new_weights`.
-
-  Args:
-    name: `config.schedule`.
-    schedule: the schedule of the run.
-    settings: `config.fleet`.
-    is_raw: whether a source records raw log-probabilities.
-    routing: `config.model.routing`.
-  """
-  setting = settings.new_weights
-  check_choice("config.fleet", "new_weights", setting, CHOICES)
-  if is_raw and schedule.threaded and not settings.samplers:  # fleets: see `check_fleet`
-    raise ValueError(
-      "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
-      f" config.schedule = {name!r} groups of a batch may have several policies; set it to"
-      " 'sampled', or choose another schedule"
-    )
-  if setting == "finish" or schedule.recorded is not None:
-    return
-  reasons = {
-    f"config.schedule = {name!r} gives a response no newer weights; set it to"
-    " 'asynchronous(max_lag=4)'": not schedule.threaded,
-    "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
-    " several; set new_weights = 'recompute'": setting == "switch" and routing == "replayed",
-    "config.sources.temperature.recorded = 'raw' needs one policy per batch; set it to 'sampled'": (
-      is_raw
-    ),
-  }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.fleet.new_weights = {setting!r}, but {why}")
-
-
-def check_repeats(
-  new_weights: str, schedule: staleness.Schedule, sources: Sequence[Source]
-) -> None:
+def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sources) -> None:
   """Raises ValueError unless a run samples like the recorded run that its schedule repeats.
 
   Args:
@@ -248,102 +203,72 @@ def check_repeats(
       )
 
 
-def check_binary(
-  advantage: str,
-  grading: Grading,
-  sources: Sequence[Source],
-  *,
-  extra: Sequence[object],
-  store: str,
-  environment: str,
-) -> None:
-  """Raises ValueError if rewards may be other than 0 and 1, which an advantage needs.
+def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: Grading) -> None:
+  """Raises ValueError if this run lacks what its advantage needs, or cannot use what it returns.
+
+  It compares the advantage with sections of the configuration.
 
   Args:
-    advantage: `config.advantage`.
-    grading, sources: grading and sources of the run.
-    extra: `config.grading.extra`.
-    store: `config.sources.recorded.store`.
-    environment: `config.environment.name`.
+    config: the configuration of the run.
+    method, grading: method and grading of the run.
   """
-  shaped = shaped_outcomes(grading.outcome_policy)
-  reasons = {
-    f"config.overlong.buffer = {grading.overlong_buffer} shapes them; set it to 0, or choose"
-    " another advantage": grading.overlong_buffer,
-    f"those of config.sources.recorded.store = {store!r} are shaped; choose"
-    " another store or another advantage": any(source.shaped for source in sources),
-    f"config.grading.extra = {tuple(extra)} adds to them; set it to (), or choose"
-    " another advantage": extra,
-    f"config.grading.outcomes has {shaped}": shaped,
-    f"config.environment.name = {environment!r} may give other scores; set"
-    " config.grading.outcomes.correct = 1, or choose another"
-    " advantage": scores_partly(environment, grading.outcome_policy),
-  }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.advantage = {advantage!r} needs rewards that are 0 or 1, but {why}")
+  advantage, owner = method.advantage, f"config.advantage = {config.advantage!r}"
+  another = ". Or choose another advantage"
+  extra, environment = tuple(config.grading.extra), config.environment.name
+  recorded, buffer = config.sources.recorded.fraction, config.overlong.buffer
+  if "rewards_by_name" in advantage.needs:
+    reasons = {
+      "config.grading.extra = () has no other grader than the main one; name one, such as"
+      " (('boxed', 0.5),)": not extra,
+      f"config.environment.name = {environment!r} gives one score; set it to ''": environment,
+      f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
+        recorded
+      ),
+      f"config.overlong.buffer = {buffer} shapes only their sum; set it to 0": buffer,
+    }
+    check_reasons(f"{owner} needs rewards by name, but ", reasons, remedy=another)
+  if advantage.needs_binary:
+    shaped = shaped_outcomes(grading.outcome_policy)
+    reasons = {
+      f"config.overlong.buffer = {buffer} shapes them; set it to 0, or choose"
+      " another advantage": buffer,
+      f"config.grading.extra = {extra} adds to them; set it to (), or choose"
+      " another advantage": extra,
+      f"config.grading.outcomes has {shaped}": shaped,
+      f"config.environment.name = {environment!r} may give other scores; set"
+      " config.grading.outcomes.correct = 1, or choose another"
+      " advantage": scores_partly(environment, grading.outcome_policy),
+    }
+    check_reasons(f"{owner} needs rewards that are 0 or 1, but ", reasons)
+  if advantage.per_token is not None:
+    reasons = {
+      "config.environment.name = '' has no turns to compare; name an environment": (
+        "turn_scores" in advantage.needs and not (environment or recorded)
+      ),
+      f"config.reweighting = {config.reweighting!r} needs one number per rollout; set it to"
+      " 'none'": specs.parse("config.reweighting", config.reweighting).name != "none",
+      f"config.loss = {config.loss!r} works on full responses, and needs one number for each;"
+      " choose another loss, such as ppo_clip or gspo": method.loss.of_responses,
+    }
+    what = "gives tokens of a response different coefficients"
+    check_reasons(f"{owner} {what}, but ", reasons, remedy=another)
 
 
-def check_rewards_by_name(
-  advantage: str,
-  *,
-  extra: Sequence[tuple[str, float]],
-  environment: str,
-  recorded: float,
-  overlong_buffer: int,
+def check_recorded_rewards(
+  config: ml_collections.ConfigDict, method: Method, sources: Sources
 ) -> None:
-  """Raises ValueError unless several graders score every rollout, as some advantages need.
+  """Raises ValueError if rewards of another run may be other than the 0 and 1 that are needed.
 
   Args:
-    advantage: `config.advantage`.
-    extra: `config.grading.extra`.
-    environment: `config.environment.name`.
-    recorded: `config.sources.recorded.fraction`.
-    overlong_buffer: `config.overlong.buffer`.
+    config: the configuration of the run.
+    method, sources: method and sources of the run.
   """
-  reasons = {
-    "config.grading.extra = () has no other grader than the main one; name one, such as"
-    " (('boxed', 0.5),)": not extra,
-    f"config.environment.name = {environment!r} gives one score; set it to ''": environment,
-    f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
-      recorded
-    ),
-    f"config.overlong.buffer = {overlong_buffer} shapes only their sum; set it to 0": (
-      overlong_buffer
-    ),
-  }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(
-        f"config.advantage = {advantage!r} needs rewards by name, but {why}. Or choose"
-        " another advantage"
-      )
-
-
-def check_advantage_of_tokens(
-  advantage: str, reweighting: str, loss: str, *, lacks_turns: bool, of_responses: bool
-) -> None:
-  """Raises ValueError if this run cannot use coefficients per token, or has no turns to compare.
-
-  Args:
-    advantage, reweighting, loss: fields of the configuration.
-    lacks_turns: whether the advantage compares turns, but every rollout has one turn.
-    of_responses: whether the loss takes one coefficient per response.
-  """
-  reasons = {
-    "config.environment.name = '' has no turns to compare; name an environment": lacks_turns,
-    f"config.reweighting = {reweighting!r} needs one number per rollout; set it to 'none'": (
-      specs.parse("config.reweighting", reweighting).name != "none"
-    ),
-    f"config.loss = {loss!r} works on full responses, and needs one number for each; choose"
-    " another loss, such as ppo_clip or gspo": of_responses,
-  }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(
-        f"config.advantage = {advantage!r} gives tokens of a response different coefficients,"
-        f" but {why}. Or choose another advantage"
-      )
+  if method.advantage.needs_binary and sources.shaped:
+    raise ValueError(
+      f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but those of"
+      f" config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
+      " another store or another advantage"
+    )
 
 
 def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int) -> None:
@@ -363,14 +288,10 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
     )
 
 
-def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: str) -> list[str]:
+def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
   Fields of the machine change rounding; `restore.find_resumable` then prints what changed.
-
-  Args:
-    schedule: the schedule of the run.
-    learning_rate, optimizer: fields of the configuration.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
@@ -379,10 +300,7 @@ def may_differ(schedule: staleness.Schedule, *, learning_rate: str, optimizer: s
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
-    specs.has_parameter(f"config.{field}", package, name, "num_updates")
-    for field, package, name in (
-      ("learning_rate", learning_rates, learning_rate),
-      ("optimizer", optimizers, optimizer),
-    )
+    specs.has_parameter(f"config.{field}", package, config[field], "num_updates")
+    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
   )
   return [*fields, "num_updates"] if may_end_elsewhere else fields

@@ -23,10 +23,10 @@ class CompilerOptions(NamedTuple):
   generation: Options | None
 
 
-# Default options on GPUs. Matrix products are not autotuned: that takes a minute at each start, and
-# may choose other kernels, with other bits, at the next start.
-_ON_GPUS = CompilerOptions(
-  training={
+# What suits runs on GPUs. No product is tuned: tuning takes a minute of each start, and may choose
+# other products, so other bits, at the next one.
+_ON_GPUS: dict[str, Options] = {
+  "training": {
     "xla_gpu_autotune_level": 0,
     # cuBLAS computes products: hundreds of Triton kernels take minutes to compile, and some in
     # float32 cannot be compiled without tuning.
@@ -34,51 +34,51 @@ _ON_GPUS = CompilerOptions(
     # Gradients of equal tokens, and those of attention, are added in a fixed order.
     "xla_gpu_deterministic_ops": True,
   },
-  generation={
+  "generation": {
     "xla_gpu_autotune_level": 0,
     # Triton computes products, which then belong to command buffers: a step is launched as a whole.
     # Products are not merged, since every step would first copy weights side by side.
     "xla_gpu_dot_merger_threshold_mb": 0,
   },
-)
+}
 
 
 def make_compiler_options(
   settings: ml_collections.ConfigDict, training: Mesh, generation: Mesh
 ) -> CompilerOptions:
-  """The options of a run.
+  """The options of a run: those of the configuration, and the devices' defaults for the others.
 
   Args:
     settings: `config.compiler_options`.
-    training, generation: the meshes of updates and of rollouts.
+    training, generation: the meshes of updates and of rollouts. For a mesh without devices there
+      are no defaults, and the compiler is not asked whether it accepts the options.
   Raises:
     ValueError: a text is not a list of options, or the compiler does not accept one.
   """
-  options = parse_compiler_options(settings)
-  check_compiler_options("config.compiler_options.training", options.training, training)
-  check_compiler_options("config.compiler_options.generation", options.generation, generation)
-  return add_defaults(options, training, generation)
+
+  def options(kind: str, mesh: Mesh) -> Options | None:
+    field, given = f"config.compiler_options.{kind}", _given(settings, kind)
+    if not isinstance(mesh, Mesh):
+      return given or None
+    if given and (reason := _refusal(given, mesh)):
+      raise ValueError(
+        f"{field}: the compiler for {mesh.devices.flat[0].device_kind} does not accept it:"
+        f" {reason}; remove the option, or run where it exists"
+      )
+    return {**_defaults(kind, mesh), **given} or None
+
+  return CompilerOptions(options("training", training), options("generation", generation))
 
 
-def add_defaults(configured: CompilerOptions, training: Mesh, generation: Mesh) -> CompilerOptions:
-  """The configured options, with the devices' default options where none is configured.
-
-  Args:
-    configured: the result of `parse_compiler_options`; these options replace defaults of the same
-      name.
-    training, generation: the meshes; meshes without devices have no defaults.
-  """
-
-  def add(options: Options | None, defaults: Options | None, mesh: Mesh) -> Options | None:
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "gpu":
-      return options
-    known = defaults or {}
-    if _refusal(known, mesh) is not None:  # another version of the compiler may not know all
-      known = {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
-    return {**known, **(options or {})}
-
-  meshes = (training, generation)
-  return CompilerOptions(*map(add, configured, _ON_GPUS, meshes))
+def _defaults(kind: str, mesh: Mesh) -> Options:
+  """The default options of a kind of program that the compiler for a mesh's devices accepts."""
+  if mesh.devices.flat[0].platform != "gpu":
+    return {}
+  known = _ON_GPUS[kind]
+  if _refusal(known, mesh) is None:
+    return known
+  # Another version of the compiler may not know all.
+  return {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
 
 
 def format_options(options: Options | None) -> str:
@@ -90,7 +90,7 @@ def format_options(options: Options | None) -> str:
 def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigDict) -> None:
   """Prints the default options of a run that `config.compiler_options` does not name."""
   for kind, wanted in options._asdict().items():
-    given = _parse(f"config.compiler_options.{kind}", settings[kind]) or {}
+    given = _given(settings, kind)
     added = {name: value for name, value in (wanted or {}).items() if name not in given}
     if added:
       field = f"config.compiler_options.{kind}"
@@ -107,21 +107,14 @@ def slow_precision(compute_dtype: str) -> str | None:
   )
 
 
-def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptions:
-  """The options of `config.compiler_options`.
+def _given(settings: ml_collections.ConfigDict, kind: str) -> Options:
+  """The configured options of a kind, by name, with values as numbers or booleans if possible.
 
   Raises:
-    ValueError: a text is not of the form "name=value name=value".
+    ValueError: the text is not of the form "name=value name=value".
   """
-  return CompilerOptions(
-    training=_parse("config.compiler_options.training", settings.training),
-    generation=_parse("config.compiler_options.generation", settings.generation),
-  )
-
-
-def _parse(field: str, text: str) -> Options | None:
-  """The options in a text, by name, with values as numbers or booleans if possible; None for ""."""
-  options: dict[str, bool | int | float | str] = {}
+  field, text = f"config.compiler_options.{kind}", settings[kind]
+  options: Options = {}
   for item in text.split():
     name, equals, value = item.partition("=")
     if not (name and equals and value):
@@ -131,7 +124,7 @@ def _parse(field: str, text: str) -> Options | None:
     if name in options:
       raise ValueError(f"{field} = {text!r} sets {name} twice; remove one of them")
     options[name] = _literal(value)
-  return options or None
+  return options
 
 
 def _literal(value: str) -> bool | int | float | str:
@@ -142,24 +135,6 @@ def _literal(value: str) -> bool | int | float | str:
   except (SyntaxError, ValueError):
     return value
   return number if isinstance(number, int | float) else value
-
-
-def check_compiler_options(field: str, options: Options | None, mesh: Mesh) -> None:
-  """Raises ValueError if the compiler for the devices of a mesh does not accept the options.
-
-  Args:
-    field: name of the field, for messages.
-    options: the options to try; None: nothing is tried.
-    mesh: the options are tried on its first device; a mesh without devices is not checked.
-  """
-  if options is None or not isinstance(mesh, Mesh):
-    return
-  reason = _refusal(options, mesh)
-  if reason is not None:
-    raise ValueError(
-      f"{field}: the compiler for {mesh.devices.flat[0].device_kind} does not accept it: {reason};"
-      " remove the option, or run where it exists"
-    )
 
 
 def _refusal(options: Options, mesh: Mesh) -> str | None:

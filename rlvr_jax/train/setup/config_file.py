@@ -63,10 +63,21 @@ def parse_flags(argv: list[str]) -> list[str]:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted")
-  flags.FLAGS["config"].parser = Parser("config", argv)
+  rest, _ = _parse(flags.FLAGS, argv)
+  return rest
+
+
+def _parse(values: flags.FlagValues, argv: list[str]) -> tuple[list[str], ConfigDict]:
+  """(arguments that are no flags, configuration); an error ends the process with a message.
+
+  Args:
+    values: the flags that `argv` may set.
+    argv: the command line.
+  """
+  values["config"].parser = Parser("config", argv)
   try:
-    rest = flags.FLAGS(argv)
-    config = flags.FLAGS["config"].value
+    rest: list[str] = values(argv)
+    config = values["config"].value
     getattr(config, "seed", None)  # raises if the file was not loaded
   except Exception as error:
     missing = None if _value_of("config", argv) else _MISSING
@@ -74,7 +85,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   if config is None:
     sys.exit(f"error: {_MISSING}")
   _check_is_complete(config)
-  return rest
+  return rest, config
 
 
 _MISSING = (
@@ -145,20 +156,14 @@ def read(arguments: Sequence[str], *, trusting: bool = False) -> ConfigDict:
   Raises:
     ValueError: the file or a field is wrong.
   """
-  values, argv = flags.FlagValues(), ["", *arguments]
+  values, argv = flags.FlagValues(), ["", *arguments, *[_TRUST] * trusting]
   options: dict[str, object] = dict(lock_config=True, flag_values=values, sys_argv=argv)
   config_flags.DEFINE_config_file("config", **options)
-  values["config"].parser = Parser("config", [*argv, *[_TRUST] * trusting])
+  flags.DEFINE_bool("trust_run", False, "", flag_values=values)
   try:
-    values(argv)
-    config = values.config
-    getattr(config, "seed", None)  # raises if the file was not loaded
-    _check_is_complete(config)
+    return _parse(values, argv)[1]
   except SystemExit as error:
     raise ValueError(str(error).removeprefix("error: ")) from error
-  except Exception as error:
-    raise ValueError(_flag_message(error, argv)) from error
-  return config
 
 
 def _check_is_complete(config: Any) -> None:

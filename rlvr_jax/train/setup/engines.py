@@ -129,7 +129,7 @@ class Engines:
       cache_format=self.settings.cache_format,
       to_host=functools.partial(waiting.burst_to_host, deadline_s=self.deadline_s),
       compiler_options=self.compiler_options,
-      compiles_ahead=sampling_platform(model) != "cpu",
+      compiles_ahead=sharding.platform(model.mesh) != "cpu",
       has_replies=self.has_replies,
       records_routes=self.records_routes,
     )
@@ -141,19 +141,12 @@ def _cache(settings: ml_collections.ConfigDict, model: Model) -> str:
   slides = network.sliding_window is not None and any(network.sliding_layers or ())
   return choose_cache(
     settings.cache,
-    platform=sampling_platform(model),
+    platform=sharding.platform(model.mesh),
     head_dims=network.head_dims,
     dtype=network.compute_dtype,
     plain=not slides and network.attention_soft_cap is None,
     cache_format=settings.cache_format,
   )
-
-
-def sampling_platform(model: Model) -> str:
-  """The platform of the devices for generation: "tpu", "gpu" or "cpu"."""
-  devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
-  platform: str = devices[0].platform
-  return platform
 
 
 def choose_slots(
@@ -191,7 +184,7 @@ def choose_slots(
   if limit is None:
     return configured or shape.responses
   mesh = sharding.make_mesh() if model.mesh is None else model.mesh
-  base = sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  base = sharding.abstract_params(model, mesh)
   lengths = shape.max_prompt_length, shape.max_response_length
   sizes = CacheShape.of(*lengths, has_replies=has_replies, pages=cache == "pages")
   decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import jax
 import ml_collections
-from jax.sharding import Mesh
 
 from rlvr_jax.models import lora, peft
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.presets import given_overrides
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.storage.files import JSON, JsonObject
@@ -29,7 +28,7 @@ from rlvr_jax.train.cluster.placement import Placement
 from rlvr_jax.types import Params
 
 
-def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
+def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
   """The settings of `config.lora`; None if all parameters are trained."""
   check_between("config.lora", "rank", settings.rank, low=0)
   if not settings.rank:
@@ -40,7 +39,7 @@ def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
       )
     return None
   try:
-    return lora.LoraSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets)
+    return LoraSettings(rank=settings.rank, alpha=settings.alpha, targets=settings.targets)
   except ValueError as error:
     raise ValueError(f"config.lora: {error}; rank = 0 trains all parameters") from error
 
@@ -67,7 +66,7 @@ class InitialParams:
   """
 
   model: Model
-  lora: lora.LoraSettings | None
+  lora: LoraSettings | None
   placement: Placement
   checkpoint: str
   adapters: str
@@ -108,57 +107,38 @@ class InitialParams:
     if self.lora is None:
       return self.of_network()
     try:
-      return _first_adapters(
-        self.lora,
-        self.adapters,
-        self.model.config,
-        self.placement.base,
-        self.placement.mesh,
-        seed=self.seed,
-      )
+      return self._first_adapters(self.lora)
     except ValueError as error:
       raise CheckpointError(str(error)) from error
 
+  def _first_adapters(self, settings: LoraSettings) -> Params:
+    """The adapters of `config.lora.adapters`, or new adapters with no effect yet; sharded.
 
-def _first_adapters(
-  settings: lora.LoraSettings,
-  folder: str,
-  network: TransformerConfig,
-  base: Params,
-  mesh: Mesh,
-  *,
-  seed: int,
-) -> Params:
-  """The adapters of `config.lora.adapters`, or new adapters with no effect yet; sharded.
-
-  Args:
-    settings: the result of `make_lora`.
-    folder: the folder of the adapters; "" for new adapters.
-    network: settings of the base network.
-    base: shapes of the base's parameters.
-    mesh: the mesh of the trainer.
-    seed: the seed of the run.
-  Raises:
-    ValueError: the adapters do not match `config.lora` or this network.
-    FileNotFoundError: the folder has no adapters.
-  """
-  make = lambda key: lora.init(key, base, settings)
-  shardings = sharding.state_shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
-  if not folder:
-    # Index 1: index 0 of this purpose initializes the base.
-    return jax.jit(make, out_shardings=shardings)(key_for(seed, "init", 1))
-  adapters, loaded = peft.load_adapters(folder, network)
-  if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
-    raise ValueError(
-      f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, but"
-      f" config.lora has {settings.rank} and {settings.alpha}; set it to the adapters' values"
-    )
-  try:
-    peft.check_adapters(adapters, settings, network)
-  except ValueError as error:
-    raise ValueError(f"config.lora.adapters = {folder!r}: {error}") from error
-  place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
-  return jax.tree.map(place, adapters, shardings)
+    Args:
+      settings: those of this run.
+    Raises:
+      ValueError: the adapters do not match `config.lora` or this network.
+      FileNotFoundError: the folder has no adapters.
+    """
+    folder, network = self.adapters, self.model.config
+    make = lambda key: lora.init(key, self.placement.base, settings)
+    shapes = jax.eval_shape(make, jax.random.key(0))
+    shardings = sharding.state_shardings(shapes, self.placement.mesh)
+    if not folder:
+      # Index 1: index 0 of this purpose initializes the base.
+      return jax.jit(make, out_shardings=shardings)(key_for(self.seed, "init", 1))
+    adapters, loaded = peft.load_adapters(folder, network)
+    if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
+      raise ValueError(
+        f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, but"
+        f" config.lora has {settings.rank} and {settings.alpha}; set it to the adapters' values"
+      )
+    try:
+      peft.check_adapters(adapters, settings, network)
+    except ValueError as error:
+      raise ValueError(f"config.lora.adapters = {folder!r}: {error}") from error
+    place = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    return jax.tree.map(place, adapters, shardings)
 
 
 def network_identity(config: JsonObject) -> dict[str, JSON]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +16,9 @@ from rlvr_jax import geometry, specs
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, cast_to_decode
 from rlvr_jax.models.linear import merge_low_rank
-from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.checksums import checksums
-from rlvr_jax.ops.grouped import choose_products
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.ops.row_attention import (
   choose_attention,
@@ -258,43 +255,12 @@ def choose_row_attention(
   least = max(least_row_length("splash", shape), tokens_per_row)
   return choose_attention(
     network.attention,
-    platform=_platform(mesh),
+    platform=sharding.platform(mesh),
     row_length=row_length("splash", least),
     head_dims=network.head_dims,
     dtype=network.compute_dtype,
     soft_cap=network.attention_soft_cap,
   )
-
-
-def choose_loop_of_layers(
-  network: TransformerConfig, mesh: Mesh, settings: ml_collections.ConfigDict
-) -> TransformerConfig:
-  """The network; on GPUs its loop runs one layer per iteration, unless `config.model` sets more.
-
-  Small presets unroll their layers, which saves copies on a CPU. For a GPU, every unrolled layer
-  adds seconds to the compilation.
-  """
-  is_given = given_overrides(settings).get("unroll_layers") is not None
-  if is_given or _platform(mesh) != "gpu":
-    return network
-  return dataclasses.replace(network, unroll_layers=1)
-
-
-def choose_expert_products(network: TransformerConfig, mesh: Mesh) -> str:
-  """The implementation of the products of experts, for the devices of a mesh.
-
-  Args:
-    network: the network, whose `expert_products` is a configured implementation or "auto".
-    mesh: the mesh that makes updates, or generates.
-  """
-  return choose_products(
-    network.expert_products, platform=_platform(mesh), dtype=network.compute_dtype
-  )
-
-
-def _platform(mesh: Mesh) -> str:
-  has_devices = isinstance(mesh, Mesh)  # an abstract mesh serves estimates
-  return mesh.devices.flat[0].platform if has_devices else jax.default_backend()
 
 
 def least_row_length(kind: str, shape: BatchShape) -> int:

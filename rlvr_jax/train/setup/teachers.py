@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 from jax.sharding import Mesh
 
@@ -23,7 +22,7 @@ from rlvr_jax.models.huggingface import load_params, open_tensors
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer
+from rlvr_jax.ops.checks import MAX_INT32, check_between, check_integer, check_reasons
 from rlvr_jax.rollouts.group import Group
 from rlvr_jax.rollouts.packing import RowLayout
 from rlvr_jax.sampling import LEAST_TEMPERATURE
@@ -67,8 +66,8 @@ class Teacher(NamedTuple):
   model: Model
   checkpoint: str
   params: Params
-  read: Callable[[], Params] | None
-  check: Callable[[Tokenizer], None]
+  read: Callable[[], Params] | None = None
+  check: Callable[[Tokenizer], None] = lambda tokenizer: None
   published: str | None = None
 
   def policy(
@@ -240,9 +239,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     )
     != bool(settings.max_prompt_length),
   }
-  for why, applies in reasons.items():
-    if applies:
-      raise ValueError(f"config.teacher: {why}")
+  check_reasons("config.teacher: ", reasons)
 
 
 def check_recorded_texts(
@@ -412,11 +409,10 @@ def make_teacher(
 ) -> Teacher:
   """Makes one teacher; see `Teacher` and `make_teachers` for arguments and errors."""
   if checkpoint in (INITIAL, POLICY):
-    kept = trained if checkpoint == INITIAL else {}
-    return Teacher(field, name, model, checkpoint, kept, None, lambda tokenizer: None)
+    return Teacher(field, name, model, checkpoint, trained if checkpoint == INITIAL else {})
   if checkpoint == BASE:
     plain = transformer(model.config, sharding.make_layout(mesh))
-    return Teacher(field, name, plain, checkpoint, {}, None, lambda tokenizer: None)
+    return Teacher(field, name, plain, checkpoint, {})
   folder = parse_path(field, checkpoint)
   is_run = folder.name.isdigit() and folder.parent.name == "checkpoints"
   if not is_run and (folder / "checkpoints").is_dir():
@@ -445,7 +441,7 @@ def make_teacher(
       expert_products="auto",
     )
   )
-  params = sharding.add_shardings(jax.eval_shape(own.init, jax.random.key(0)), mesh)
+  params = sharding.abstract_params(own, mesh)
   if is_run:
     read: Callable[[], Params] = functools.partial(read_params, folder, params)
     find = lambda: None

@@ -27,7 +27,6 @@ from rlvr_jax.train.fleet import roles
 from rlvr_jax.train.fleet.roles import ComparedSampler, ForeignGraderError
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.grading import start_pools
 
 
 @contextlib.contextmanager
@@ -41,8 +40,7 @@ def sampling(workdir, parts):
         time.sleep(0.01)
       with contextlib.ExitStack() as stack:
         enter = lambda pool: stack.enter_context(contextlib.closing(pool))
-        c = parts.config
-        pools = start_pools(c.grading, c.environment, parts.task, parts.tokenizer, enter)
+        pools = parts.start_pools(enter)
         frozen = parts.initial.frozen().sampler
         sample_with(parts, workdir, frozen, parts.make_answers(*pools))
     except BaseException as error:

@@ -1,20 +1,24 @@
 """Options of XLA's compiler: how they are written, which are refused, which programs get them."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time
+from rlvr_jax.costs import programs
+from rlvr_jax.train.setup import compiler_options
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.compiler_options import CompilerOptions, parse_compiler_options
+from rlvr_jax.train.setup.compiler_options import CompilerOptions, make_compiler_options
 from rlvr_jax.train.setup.programs import abstract_update_batch
 
 ACCEPTED = "xla_cpu_enable_fast_math=false"
 
 
-def options_of(**fields):
+def options_on(mesh, **fields):
   config = tiny.config(**{f"compiler_options__{name}": text for name, text in fields.items()})
-  return parse_compiler_options(config.compiler_options)
+  return make_compiler_options(config.compiler_options, mesh, mesh)
 
 
 def test_values_have_the_types_that_the_compiler_takes():
@@ -24,7 +28,26 @@ def test_values_have_the_types_that_the_compiler_takes():
     "xla_backend_optimization_level": 2,
     "xla_dump_to": "/tmp/x",
   }
-  assert options_of(training=text) == CompilerOptions(training=expected, generation=None)
+  no_devices = programs.make_topology_mesh(dict(data=1, fsdp=1, tensor=1), None)
+  expected = CompilerOptions(training=expected, generation=None)
+  assert options_on(no_devices, training=text) == expected
+
+
+class Gpu:
+  platform, device_kind = "gpu", "a GPU"
+
+
+def test_a_gpu_s_defaults_are_those_that_its_compiler_knows_and_that_are_not_set(monkeypatch):
+  unknown = "xla_gpu_dot_merger_threshold_mb"
+  refuse = lambda options, mesh: f"no {unknown}" if unknown in options else None
+  monkeypatch.setattr(compiler_options, "_refusal", refuse)
+  mesh = Mesh(np.array([Gpu()]), ("data",))
+  found = options_on(mesh, training="xla_gpu_autotune_level=2 xla_dump_to=/tmp/x")
+  assert found.generation == {"xla_gpu_autotune_level": 0}
+  assert found.training["xla_gpu_autotune_level"] == 2
+  assert found.training.keys() - compiler_options._ON_GPUS["training"].keys() == {"xla_dump_to"}
+  with pytest.raises(ValueError, match=rf"generation: the compiler for a GPU .*: no {unknown}; re"):
+    options_on(mesh, generation=f"{unknown}=0")
 
 
 @pytest.mark.parametrize(
