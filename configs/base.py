@@ -46,7 +46,8 @@ def get_config() -> ConfigDict:
   c.max_response_length = 16  # tokens of a response, stop token included
 
   # checkpoint: folder in Hugging Face's layout, with the weights, and with the shape if preset is
-  # "". The overrides replace fields of TransformerConfig; with a checkpoint only those named here.
+  # "". The overrides replace fields of TransformerConfig; with a checkpoint only those named here
+  # can be set.
   c.model = dict(
     preset="tiny",
     checkpoint="",
@@ -175,7 +176,7 @@ def get_config() -> ConfigDict:
 
   c.fleet = dict(  # schedules in real time, and samplers as programs: docs/fleet.md
     samplers=False,  # rollouts come from programs with --mode=sample and this --workdir
-    # what a response does when newer weights come: or switch, recompute; docs/staleness.md
+    # What a response does when newer weights come: finish, switch, recompute; docs/staleness.md
     new_weights="finish",
     silent_s=30.0,  # seconds until others take over groups that are late, or of a silent sampler
   )

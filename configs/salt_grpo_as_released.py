@@ -13,8 +13,8 @@ measured them on a GPU, and they need not be what the authors intended.
    sequence into NumPy: all features but the first are those of `feature='sampled'`. The first
    sample's exact feature is not imitated here.
 2. A Gram matrix has the rollouts of one GPU's micro-batch, not of a mini-batch. In that code the
-   size of a micro-batch is a setting, and a micro-batch may mix prompts; here a micro-batch is one
-   group of 8 rollouts.
+   size of a micro-batch is a setting, and a micro-batch may mix prompts; here a Gram matrix has
+   one group of 8 rollouts.
 
   python -m rlvr_jax.main --config=configs/salt_grpo_as_released.py \
     --workdir=runs/salt_grpo_as_released

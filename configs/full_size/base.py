@@ -6,8 +6,7 @@ neither a paper nor its authors' code states are marked **open** there. Two more
 chip, to start with: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora. gspo_qwen3_30b_a3b and
 gsm8k_olmoe_1b_7b train mixtures of experts, and grpo_qwen35_4b trains gated DeltaNets. No recipe
 has been trained, since no accelerator was available. This command prints the memory per chip, and
-needs no chip (v5p:2x2x4 has
-16 chips, and is v5p-32 in Cloud's names):
+needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 

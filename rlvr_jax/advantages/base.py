@@ -34,7 +34,7 @@ class Advantage(NamedTuple):
     needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
       fields may be None.
     per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]; or the
-    given coefficients, if the batch has no turns. None: all tokens of a rollout have the rollout's
+      given coefficients, if the batch has no turns. None: all tokens of a rollout have its single
       coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
       responses: this is a configuration error.
   """

@@ -1,4 +1,4 @@
-"""Advantages with a factor (1−r̄)^(α−1) on hard prompts, a weight 1/δ on failures, or both."""
+"""Advantages with a focal factor (1−r̄)^(α−1), a weight 1/δ on failures, or both."""
 
 from __future__ import annotations
 

@@ -177,8 +177,8 @@ class Sandbox:
       self._group.close()
 
 
-# Starts the harness from its folder, the first argument. The package is created here, since its
-# `__init__.py` has no code, so that nothing outside of that folder is ever importable.
+# Starts the harness from its folder, the first argument. The package is created here, and
+# not imported (its `__init__.py` has no code), so nothing outside of that folder is importable.
 _START = """
 import sys
 harness = sys.modules["harness"] = type(sys)("harness")

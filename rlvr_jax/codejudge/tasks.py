@@ -2,8 +2,8 @@
 
 Tests are a JSON object with a "style" and the fields of that style:
   "asserts": "tests", texts to execute separately; "setup", executed after the program. In tests,
-    names that the setup imports mean the judge's own modules; other definitions of the setup belong
-    to the program.
+    names that the setup imports are the judge's own; other definitions of the setup belong to the
+    program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
     "prompt", the beginning of a program that does not define the entry point itself.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list

@@ -59,9 +59,8 @@ def importance(
     reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all
       rules. A statistic is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1"
       of each token, or as "sum_…", "mean_…", "max_…" over the response. A rule for k1 states bounds
-      of
-      κ: exp(−statistic) must lie between low and high. A rule for k2 or k3 states an upper bound of
-      the statistic.
+      of κ: exp(−statistic) must lie between low and high. A rule for k2 or k3 states an upper bound
+      of the statistic.
     veto: a response that has a token with κ < veto is dropped; 0 drops no response.
     policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss keeps
       its ratio; for a loss with a ratio, only rejection is then allowed. A loss without a ratio
@@ -145,7 +144,7 @@ def importance(
 def _passes(rule: Rule, seen: Mismatch) -> Array:
   """Whether a rule keeps each token or response, bool[P, G, T] or bool[P, G, 1]."""
   over, divergence = rule[0].split("_")
-  # Only log κ, the difference of two log-probabilities, counts, so the second may be 0.
+  # Only log κ, the difference of two log-probabilities, counts, so the first may be 0.
   of_tokens = _DIVERGENCES[divergence](
     jnp.zeros_like(seen.log_weights), seen.log_weights, seen.mask
   )

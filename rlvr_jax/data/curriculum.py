@@ -32,7 +32,7 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Makes a task that samples problems that are solved sometimes more often than other problems.
+  """Makes a task that samples problems by their solve rate, by default most often near 1/2.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s

@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
   around messages. Only the tokenizer and its template insert them. A text that spells a control
   token, such as "<|im_end|>", is encoded as letters, so that a problem cannot end its turn or begin
   another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
-  texts.
+  texts, even if the template writes them too.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
   In the chat format the template's end-of-turn token comes first, since demonstrations end with it;
@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Encodes the text as a prompt in `prompt_format`; the chat format strips the text's end.
+    """Encodes the text as a prompt in `prompt_format`; "chat" strips white space at its end.
 
     Raises:
       ValueError: the chat template rejects the text.

@@ -105,7 +105,7 @@ class Chosen(_Indexed):
 
 
 class Candidates:
-  """Problems generated from one seed; candidate i + k·size may replace candidate i."""
+  """Problems generated from one seed; candidates i + k·size replace candidate i if it is taken."""
 
   def __init__(self, generate: Callable[[int], Problem], size: int, what: str):
     """Initializes the candidates.

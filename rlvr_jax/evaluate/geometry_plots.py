@@ -82,7 +82,7 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 def _read(path: pathlib.Path) -> Measurement:
   with path.open("rb") as stream, np.load(stream) as file:
     arrays = dict(file)
-  # Files of earlier versions lack `valid`; rollouts without a grade have their group's mean reward.
+  # Older files lack `valid`; in them a rollout without a grade has its group's mean reward.
   arrays.setdefault("valid", np.ones(arrays["rewards"].shape, bool))
   return Measurement(update=int(path.stem), **arrays)
 

@@ -1,4 +1,4 @@
-"""Gram matrices of per-rollout gradient features. Each name here is a factory."""
+"""Gram matrices of per-rollout gradient features. Each name in `__all__` is a factory."""
 
 from rlvr_jax.geometry.base import FEATURES as FEATURES
 from rlvr_jax.geometry.base import GramContext as GramContext

@@ -33,11 +33,11 @@ def gram_agreement(
   correlation below the 95 % quantile of either null distribution is not evidence of agreement.
 
   The permutation null matches the rollouts of `a` and `b` at random, which preserves both spectra.
-  The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
-  the norms, except that zero stays zero, so the features themselves are not needed: their
-  triangular factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead
-  of B·feature_dim. Where the dimension is well above B, the correlation hardly depends on the
-  dimension, since all cosines shrink as 1/√dimension.
+  The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on the norms,
+  except that zero stays zero, so the features themselves are not needed: their triangular factor
+  is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead of B·feature_dim.
+  Where the dimension is well above B, the correlation hardly depends on the dimension, since all
+  cosines shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].

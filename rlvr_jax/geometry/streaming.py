@@ -155,8 +155,8 @@ def bytes_moved(
 
   A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
   rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
-  final sum. With several micro-batches it receives the first of these anew for each block of the
-  vocabulary.
+  final sum. With several micro-batches, everything from hidden states to masks is received again
+  for each block of the vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.
@@ -265,7 +265,7 @@ def _sum_over_blocks(
 
 
 def _block_width(rollouts: int, places: int, width: int, columns: int, block_elements: int) -> int:
-  """The columns per block, so that its largest array has at most `block_elements` numbers."""
+  """The columns per block: its largest array has at most `block_elements` numbers, if possible."""
   fitting = block_elements // max(rollouts * width, places) // _LANES * _LANES
   return min(max(fitting, _LANES), _WIDEST, columns)
 

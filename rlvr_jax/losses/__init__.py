@@ -1,4 +1,4 @@
-"""Losses map log-probabilities and coefficients to per-token losses. Names are factories."""
+"""Losses map log-probabilities and coefficients to per-token losses. `__all__` names factories."""
 
 from rlvr_jax.losses.base import Loss as Loss
 from rlvr_jax.losses.base import token_loss as token_loss

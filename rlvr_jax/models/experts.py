@@ -179,8 +179,8 @@ class Experts(nnx.Module):
       own, experts = (jnp.where(real[..., None], x, NO_EXPERT) for x in (own, experts))
     experts = checkpoint_name(experts, ROUTES)
     chosen = functools.partial(jnp.take_along_axis, indices=jnp.maximum(experts, 0), axis=-1)
-    # The softmax runs over the chosen logits: the probabilities of replayed experts may underflow
-    # to 0, and cannot be normalized.
+    # The softmax runs over the chosen logits: the probabilities of replayed experts may all
+    # underflow to 0, and then could not be normalized.
     normalized = self.settings.normalized_weights
     weights = jax.nn.softmax(chosen(logits), axis=-1) if normalized else chosen(probabilities)
     weights = jnp.where(experts < 0, 0, weights)

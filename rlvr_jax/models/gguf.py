@@ -302,8 +302,8 @@ def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.n
 def _order_by_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
   """Orders the rows of a query or key kernel as the published rotation needs them.
 
-  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and i
-  + head_dim / 2 in a published checkpoint. Rows can be moved, since each is quantized by itself.
+  Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and
+  i + head_dim / 2 in a published checkpoint. Rows can be moved, since each is quantized by itself.
   """
   pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
   return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -246,7 +246,7 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
 
 
 def _rows_of_pairs(c: TransformerConfig, heads: int) -> npt.NDArray[np.int64]:
-  """Reorders rows of heads whose rotated pairs are (2i, 2i + 1), to pairs (i, i + width/2)."""
+  """Rows of heads whose rotated pairs are (2i, 2i + 1), in the order of pairs (i, i + width/2)."""
   width = c.rotary_width or c.head_dim
   pairs = np.arange(width).reshape(-1, 2)
   in_head = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(width, c.head_dim)])

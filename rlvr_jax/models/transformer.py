@@ -85,7 +85,7 @@ class TransformerConfig:
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
-  rotary_width: int | None = None  # number of rotated entries of a head; None: all (GLM-4)
+  rotary_width: int | None = None  # rotated entries, a head's first; None: all (GLM-4)
   unrotated_layers: tuple[bool, ...] | None = None  # layers without rotation (SmolLM3); None: none
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
@@ -124,7 +124,7 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # auto, highest or default; see `precision`
+  matmul_precision: str = "auto"  # of float32: auto, highest, default; see `precision`
   param_dtype: str = "float32"
   remat: str = "none"  # recomputed in the backward pass: none; dots: all but matmuls; full: layers
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it fully

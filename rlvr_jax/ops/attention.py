@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-The sampling engine encodes prompts with it, and unpacked batches are scored with it. Only positions
-determine the mask: padding has negative positions.
+The sampling engine encodes prompts with it, and updates compute unpacked batches with it. Only
+positions determine the mask: padding has negative positions.
 """
 
 from __future__ import annotations

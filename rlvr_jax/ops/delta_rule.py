@@ -309,7 +309,7 @@ def _chunk(
   def state_at(token: Array) -> Array:
     """The state after the token that `token`, bool[R, C], marks in each row; 0 if it marks none."""
     # Each sum selects one number exactly, as a matrix product might not: an error in a decay would
-    # grow over all later chunks.
+    # act on all later chunks.
     at = lambda x: jnp.sum(by_head(token) * x, axis=-1)[..., None]
     seen = jnp.any(token[..., None] & links.visible, axis=1)[:, None]  # by that token
     weights = jnp.exp(jnp.where(seen, at(sums) - sums, -jnp.inf))

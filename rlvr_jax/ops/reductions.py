@@ -55,7 +55,7 @@ def merge(a: Metric, b: Metric) -> Metric:
 
 
 def value(metric: Metric) -> Array:
-  """The value of a record; NaN for a record without data, except that a Sum is 0.
+  """The value of a record; NaN for a mean, a sample size or an extreme without data.
 
   Mean: total / weight.
   EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if all weights are 0.

@@ -109,7 +109,7 @@ def splash_attention(
 
 
 def _q_sequence(row: Rows) -> Array:
-  """The kernel's `q_sequence`, i32[L]; padding attends to itself, so that no softmax is empty."""
+  """The kernel's `q_sequence`, i32[L]; padding sees nearby padding, so that no softmax is empty."""
   length = row.prompts.shape[0]
   index_bits, multiple_bits, alignment = _bits(length)
   index = jnp.arange(length, dtype=jnp.int32)
@@ -191,7 +191,7 @@ def splash_cost(
 
   A block is fetched if its index differs from the previous step's, and written once per visit.
   Two operations around the kernels count, since they move as much as an operand: the conversion of
-    the normalizers' layout, and the sum of the partial gradients of the queries.
+  the normalizers' layout, and the sum of the partial gradients of the queries.
 
   Args:
     rows: arrays i32[R, L].

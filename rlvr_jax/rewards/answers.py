@@ -176,8 +176,8 @@ class Answer(NamedTuple):
     elif self.unit == "%":
       text += r"\%"
     elif self.unit:
-      # Powers after \text{}, and "/" after a word, are marked, since they would be read as
-      # formulas.
+      # A power is written after \text{}, and a leading "/" as "per": else they would be read as
+      # a formula.
       unit, caret, power = re.sub("^/", "per", self.unit).partition("^")
       text += rf"\text{{ {unit}}}{caret}{power}"
     text = f"{self.name}={text}" if self.name else text

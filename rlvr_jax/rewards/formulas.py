@@ -547,10 +547,10 @@ def _points(names: frozenset[str], sign: str) -> Iterator[dict[str, Fraction]]:
 def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], bool]) -> bool:
   """Whether `agree(gold value, answer value, bits of precision)` holds at all points.
 
-  Variables are real. R means r unless a formula has both, and h(a) means h·a if h also occurs
-  alone. Points of any sign are tried first. If the gold formula has no value at some of these
-  points, as roots and logarithms, positive points are tried, and then positive integers, as for
-  (-1)^n.
+  Points where the gold formula has no value do not count. Variables are real. R means r unless a
+  formula has both, and h(a) means h·a if h also occurs alone. Points of any sign are tried first.
+  If the gold formula has no value at some of these points, as roots and logarithms, positive points
+  are tried, and then positive integers, as for (-1)^n.
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):

@@ -13,8 +13,8 @@ votes.
 
 If the gold answer is a plain number, a correct answer is a number, or a single power or root of a
 number. Other expressions are wrong, since a policy could put the question in a box. A sum, an
-integral, a limit or a
-derivative in an answer is never evaluated: it is correct only if the gold answer has the same text.
+integral, a limit or a derivative in an answer is never evaluated: it is correct only if the gold
+answer has the same text.
 
 No completion can make this grader crash, which would mask the completion out of the loss. An answer
 that is too long or too deeply nested is unparseable. An answer that cannot be parsed is wrong,
@@ -143,7 +143,7 @@ class _Form(NamedTuple):
 
 
 def _align_names(gold: Answer, answer: Answer, form: _Form) -> Answer:
-  """Names a list's items as the gold answer does, by position; or sorts a list with other names.
+  """Gives a list the gold names, by position; or sorts its items by their own names.
 
   So "y=2, x=1" becomes (1,2) if the gold answer is an ordered list without names.
   """

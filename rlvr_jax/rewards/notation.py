@@ -86,8 +86,8 @@ _RULES = [
   )
 ]  # fmt: skip
 
-# Functions that plain text writes as words. "5 sec" is not a secant, and the base of log(2) is
-# open.
+# Functions and symbols that plain text writes as words. "5 sec" is not a secant, and the base of
+# log(2) is open.
 _PLAIN = re.compile(
   rf"(?<![\\A-Za-z])(?!log)(?:(?P<function>sqrt|pi|theta|{'|'.join(FUNCTIONS)})(?![a-z])"
   r"(?:(?<!sec)|(?=\s?\())|(?P<infinity>infinity|inf|oo)(?![A-Za-z]))"

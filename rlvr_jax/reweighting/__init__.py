@@ -1,4 +1,4 @@
-"""Reweightings map coefficients and a Gram matrix to coefficients. Names are factories."""
+"""Reweightings map coefficients and a Gram matrix to coefficients. `__all__` names factories."""
 
 from rlvr_jax.reweighting.base import Reweighting as Reweighting
 from rlvr_jax.reweighting.none import none as none

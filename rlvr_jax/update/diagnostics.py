@@ -123,7 +123,7 @@ def measure(
 def of_tokens(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> dict[str, Array]:
-  """Measurements of the update at each token, [P, G, T]; entries at other tokens are arbitrary.
+  """Measurements of the update at each loss token, [P, G, T]; other entries are arbitrary.
 
   Returns:
     token_log_ratio: log π/β, nats.

@@ -333,8 +333,8 @@ def test_the_python_environment_takes_what_its_schema_says(load):
       "qwen3",
       "",
       "user",
-      r"qwen3\S* is not append-only with replies of role 'user': after \d+ equal tokens a dialogue"
-      r" goes on with '<think>\\nSix .* the template with 'The answer is .*set "
+      r"qwen3\S* is not append-only with replies of role 'user': after \d+ equal tokens the"
+      r" appended dialogue goes on with '<think>\\nSix .* the template's with 'The answer is .*set "
       r"config.prompts.template to a variant that keeps earlier turns: 'qwen3_training'",
     ),
     ("deepseek_r1_distill", "", "user", "drops thoughts: .*'deepseek_r1_distill_training'"),

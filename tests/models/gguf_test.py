@@ -298,8 +298,8 @@ def assert_refused(path, message):
     (dict(tokenizer__ggml__eos_token_id=None), "lacks the metadata tokenizer.ggml.eos_token_id;"),
     (dict(tokenizer__ggml__eos_token_id=264), "eos_token_id = 264"),
     (dict(tokenizer__ggml__add_eos_token=True), "add_eos_token is True"),
-    (dict(tokenizer__ggml__merges=["h q"]), "no byte-pair encoding .*hq"),
-    (dict(tokenizer__ggml__token_type=[1, 3]), "no byte-pair encoding .*list index"),
+    (dict(tokenizer__ggml__merges=["h q"]), "not a byte-pair encoding .*hq"),
+    (dict(tokenizer__ggml__token_type=[1, 3]), "not a byte-pair encoding .*list index"),
     (dict(tokenizer__ggml__token_type=[6] * 264), "a type of tokens is 6"),
     (
       dict(tokenizer__ggml__bos_token_id=None, tokenizer__ggml__add_bos_token=True),

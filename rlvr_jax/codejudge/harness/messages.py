@@ -163,7 +163,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception with this name; RuntimeError for other names and for StopIteration."""
+  """The builtin exception of this name; RuntimeError for others and for Stop(Async)Iteration."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

@@ -197,7 +197,7 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
-  """The reference for a function; each line of a test's input is an argument in JSON."""
+  """The reference for a function; a test has an argument per line, and an output, all in JSON."""
   metadata = row.get("metadata", default={})
   try:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -225,7 +225,7 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
 
 
 def _read_cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
-  """Reads test cases: a list, its JSON text, or this text or its pickle by zlib and base64."""
+  """Reads test cases: a list, its JSON text, or base64 of zlib of this text or of its pickle."""
   value = row.get(*names, default=[])
   try:
     if isinstance(value, str) and value.strip():
