@@ -118,7 +118,7 @@ class TrainBatch:
   # experts that each layer's router chose at the place that predicts a token, by falling
   # probability; 0 where padded. None once they are in `packed`.
   routes: Array | None = None  # [P, G, T, layers, k]; first the route of the prompt's last token
-  prompt_routes: Array | None = None  # [P, S, layers, k], left-padded, without the last token's: 0
+  prompt_routes: Array | None = None  # [P, S, layers, k], left-padded; 0 at the last token
   # i32[P, G, T], if weights may change within a response: the version of the policy that sampled a
   # token; −1 where padded, or not sampled. In the store only; updates read `lags`.
   token_versions: Array | None = None

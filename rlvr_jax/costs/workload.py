@@ -49,7 +49,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
   """The distribution that `--lengths` names.
 
   Args:
-    text: the string of a component of this module.
+    text: a distribution of this module, such as "lognormal(mean=600)".
     environment: `config.environment`.
   Raises:
     ValueError: the distribution is unknown, or is of dialogues that this configuration does not

@@ -164,8 +164,8 @@ class ChatTurns:
     ids = self._tokenizer.encode(before, add_special_tokens=False)
     if self._end_id is None or ids[:1] != [self._end_id]:
       raise ValueError(
-        f"the chat template of {self._name} writes {before[:_SHOWN]!r} after an assistant's"
-        " message, which does not begin with a token that ends the turn; set"
+        f"after an assistant's message the chat template of {self._name} writes"
+        f" {before[:_SHOWN]!r}, which does not begin with a token that ends the turn; set"
         " config.prompts.template to a file with another template"
       )
     return _Frame(before, after, written, self._control_tokens(before + after))

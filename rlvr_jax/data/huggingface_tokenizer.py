@@ -440,8 +440,9 @@ def _read_tools(path: str | os.PathLike[str]) -> list[Any]:
     function = tool.get("function") if is_list and isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
       raise ValueError(
-        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; it is a JSON list of schemas,"
-        ' [{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}]'
+        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; it must be a JSON"
+        ' list of schemas, [{"type": "function", "function": {"name": …, "description": …,'
+        ' "parameters": {…}}}]'
       )
   return tools
 

@@ -113,8 +113,8 @@ def _find(observation: Mapping[str, Any], path: str) -> Any:
     try:
       value = value[int(key)] if isinstance(value, list) else value[key]
     except (KeyError, IndexError, TypeError, ValueError):
-      fields = f"the fields {sorted(value)}" if isinstance(value, dict) else _shorten(value)
-      raise ServerError(f"the observation has no {path!r}: at {key!r} there is {fields}") from None
+      where = f"the fields {sorted(value)}" if isinstance(value, dict) else _shorten(value)
+      raise ServerError(f"the observation has no {path!r}: {key!r} is not in {where}") from None
   return value
 
 

@@ -297,10 +297,10 @@ def test_a_template_without_tools_is_refused(load, schemas, family):
   ("text", "message"),
   [
     ("{", "is not JSON"),
-    ("[]", r"has \[\]; it is a JSON list of schemas"),
-    ('{"name": "f"}', r'has {"name": "f"}; it is a JSON list of schemas'),
-    ('[{"name": "f"}]', r'has {"name": "f"}; it is a JSON list'),
-    ('[{"function": {"name": 5}}]', "it is a JSON list"),
+    ("[]", r"has \[\]; it must be a JSON list of schemas"),
+    ('{"name": "f"}', r'has {"name": "f"}; it must be a JSON list of schemas'),
+    ('[{"name": "f"}]', r'has {"name": "f"}; it must be a JSON list'),
+    ('[{"function": {"name": 5}}]', "it must be a JSON list"),
   ],
 )
 def test_tools_that_are_none(load, tmp_path, text, message):

@@ -206,7 +206,7 @@ def test_wrong_fields_are_told_at_the_start(url):
     EnvironmentPool(name(url, action={"message": "{text}", "b": 1}), deadline_s=5.0)
   with EnvironmentPool(name(url, reply="{sad}"), deadline_s=5.0) as pool:
     failure = ask(pool, start(pool).dialogue, "a")
-    assert "the observation has no 'sad': at 'sad' there is the fields ['about'," in failure.detail
+    assert "the observation has no 'sad': 'sad' is not in the fields ['about'," in failure.detail
   with EnvironmentPool(name(url, reset=("word",)), deadline_s=5.0) as pool:
     failure = pool.reset({"question": "", "answer": "", "reference": {"x": 1}}, 0).result(WAIT_S)
     assert (

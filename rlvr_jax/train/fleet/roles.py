@@ -247,9 +247,9 @@ class ComparedSampler:
     named = named_graders(self._task.grader, problem.reference)
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
-        f"the trainer sends a problem with the grader {foreign[0]!r}, which none of the first"
-        " problems of this sampler's task names. A sampler imports only graders of those problems:"
-        " name it in one of them, and start again in another --workdir"
+        f"the trainer sends a problem with the grader {foreign[0]!r}. A sampler imports only"
+        " graders that the first problems of its task name: name this one there, and start again in"
+        " another --workdir"
       )
 
   def take(self) -> list[Group]:

@@ -124,7 +124,7 @@ class MetricWriter:
     with report_full_disk(path):
       path.parent.mkdir(exist_ok=True)
     with replace_file(path) as file:
-      named: dict[str, Any] = {**arrays}  # any of them might be `allow_pickle`
+      named: dict[str, Any] = {**arrays}  # Any: a name may be savez's `allow_pickle`
       np.savez(file, **named)
 
   def write_stage(self, step: int, length: int) -> None:
