@@ -176,7 +176,7 @@ def get_config() -> ConfigDict:
 
   c.fleet = dict(  # schedules in real time, and samplers as programs: docs/fleet.md
     samplers=False,  # rollouts come from programs with --mode=sample and this --workdir
-    # What a response does when newer weights come: finish, switch, recompute; docs/staleness.md
+    # what a response does when newer weights come: finish, switch, recompute; docs/staleness.md
     new_weights="finish",
     silent_s=30.0,  # seconds until others take over groups that are late, or of a silent sampler
   )

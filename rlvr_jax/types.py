@@ -97,9 +97,9 @@ class TrainBatch:
   # dialogues. Most updates only ask whether it is None: if not, the head leaves out places that
   # predict nothing.
   turns: Array | None = None
-  # f32[P, G, T], in dialogues, the environment's score of a policy's turn, without the dialogue's
-  # score, at the turn's last token; NaN elsewhere. In an update, None unless the advantage needs
-  # it.
+  # f32[P, G, T], in dialogues, the environment's score of a turn of the policy, unless it is the
+  # score of the dialogue, at the turn's last token; NaN elsewhere. In an update, None unless the
+  # advantage needs it.
   turn_scores: Array | None = None
   # f32[P, G, K], the scores of K graders, the main one first, then those of config.grading.extra;
   # 0 where not valid

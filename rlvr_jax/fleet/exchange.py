@@ -364,7 +364,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers are alive: a sampler is while its record changes, by our own clock."""
+  """Tracks which samplers live: a sampler lives while its record changes, by our own clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""

@@ -566,7 +566,7 @@ def _record_token(
   sampled: Array,
   routes: Array | None,
 ) -> Emitted:
-  """Adds one token of every running slot to `emitted`; only sampled stop tokens end a response."""
+  """Adds one token of every running slot to `emitted`; a known stop token ends no response."""
   now, running, of = emitted.steps, emitted.running, emitted.routes
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
@@ -695,7 +695,7 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache; if possible, copies of heads give each device one head.
+  """Number of key/value heads in the cache; heads are copied if each device then has one head.
 
   Args:
     heads: the head counts of the layer.

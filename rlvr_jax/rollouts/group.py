@@ -474,7 +474,7 @@ def _restore(
       raise FormatError(f"{name!r} has the shape {array.shape}, its lengths are {lengths}")
     restored[name][places] = array
   if check_arrays(restored) != sizes:
-    raise FormatError(f"the file has axes of {sizes}, but its arrays {check_arrays(restored)}")
+    raise FormatError(f"the file names axes of {sizes}, its arrays have {check_arrays(restored)}")
   return restored
 
 

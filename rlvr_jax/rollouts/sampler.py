@@ -367,7 +367,7 @@ class LocalSampler:
       ) from error
     for rollout in ended:
       self._answers.ask(rollout, self._begun[rollout.place[:2]].asked)
-    # A burst computes all slots, idle ones included: the more are idle, the longer it waits.
+    # A burst computes all slots: the more of them are idle, the longer the wait for replies.
     return 0.0 if is_full else self._meter.burst_s * engine.idle_slots / engine.settings.slots
 
   # --- weights ------------------------------------------------------------------------------------

@@ -259,7 +259,7 @@ def resume(run: Run, resumed: Resumed) -> RunState:
   run.policies.restore(host.fingerprints)
   run.scorer.restore(host.scored_at, resumed.arrays)
   if resumed.damaged:
-    # Damaged batches are sampled again: the next problems drawn are those of the first one.
+    # Damaged batches are sampled again: drawing goes on with the problems of the first of them.
     missing = min(resumed.damaged)
     before = run.store.info(missing - 1)["after"] if missing else None
     position = Position(**before) if before else run.batches.position()

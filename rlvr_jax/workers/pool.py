@@ -27,7 +27,7 @@ from rlvr_jax.workers.process import (
 )
 from rlvr_jax.workers.worker import MAX_DETAIL, Message
 
-_MAX_IDLE_DEATHS = 3  # the pool fails after so many ends of workers that no request has caused
+_MAX_IDLE_DEATHS = 3  # so many ends in a row of workers that were idle end the pool
 _MAX_DEFAULT_WORKERS = 32  # each worker has the imports of its program in memory
 _LONGEST_POLL_S = 3600.0  # poll() accepts a few weeks at most
 
@@ -423,7 +423,7 @@ class Pool:
       problem: why the worker has ended; "" if it exceeds a limit of time.
     """
     limit, culprit = worker.next_limit()
-    # A worker ends by itself soon after a limit, before this process if that waits for a core.
+    # A worker also ends by itself soon after a limit, if this process is late to kill it.
     is_late = limit <= time.monotonic()
     if not is_late:
       culprit = worker.clock.running

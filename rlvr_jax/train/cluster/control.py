@@ -104,8 +104,8 @@ class Channel:
     self.process, self.count = process, count
     self._phase = "the start"  # the phase of the last exchange that this process began
     self._connections = connections
-    # Messages by sender: each maps processes to their (phase, value). A process sends its own to
-    # the first process, which then sends those of all processes to each.
+    # Messages by sender: each maps processes to their (phase, value). A process sends its own pair
+    # to the first process, which then sends the pairs of all processes to each process.
     self._arrived: dict[int, queue.SimpleQueue[dict[int, tuple[str, JSON]]]] = {
       other: queue.SimpleQueue() for other in connections
     }

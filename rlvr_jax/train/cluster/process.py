@@ -233,7 +233,7 @@ def exit_immediately(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_after(seconds: float, message: str) -> Iterator[None]:
-  """Context that ends the process with a message if it takes longer than `seconds`."""
+  """Context that ends the process with a message if the context takes longer than `seconds`."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()

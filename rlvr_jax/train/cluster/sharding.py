@@ -354,7 +354,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
-  """A sharding for every leaf: `groups` for arrays [P, ...], on rows for packed micro-batches."""
+  """A sharding for every leaf: `groups` for arrays [P, ...]; packed micro-batches by their rows."""
 
   def shard(tree: Tree, spec: PartitionSpec) -> Tree:
     shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)

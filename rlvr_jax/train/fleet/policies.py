@@ -176,7 +176,7 @@ class PolicyReader:
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy and verifies every leaf; several processes call `verify` to verify.
+    """Restores a policy; verifies every leaf, except with several processes: see `verify`.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.

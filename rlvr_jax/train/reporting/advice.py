@@ -123,7 +123,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warns if most responses of a batch were truncated, or most dialogues cut; texts by cause.
+  """Warns if most responses were truncated, or most dialogues ended undesirably; texts by cause.
 
   Args:
     statistics: the statistics of the batch.
@@ -142,7 +142,7 @@ def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> di
 
 
 def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str]:
-  """Warns if most dialogues end at a limit, or if most get no reply; texts by cause."""
+  """Warns if most dialogues end at limits, or if the environment refuses most; texts by cause."""
   remedies = {
     "turn_limit": "raise config.environment.max_turns",
     "length_limit": "raise config.max_response_length",

@@ -53,7 +53,7 @@ def choose_row_layout(
 
   It packs this batch and batches that are drawn from its groups, some with longer responses. Among
   layouts with little padding, it takes the layout with the least cost. A place costs 1, or more in
-  long rows whose attention computes all scores; a micro-batch costs as much as some places more.
+  long rows whose attention computes all scores; a micro-batch adds a fixed number of places.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.
