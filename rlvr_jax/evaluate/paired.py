@@ -148,7 +148,8 @@ def standard_error_of_interval(low: float, high: float) -> float:
 
 
 def _error_of_mean(data: npt.NDArray[np.float64]) -> float:
-  return float(data.std(ddof=1) / np.sqrt(data.size))
+  """Standard error of the mean; exactly 0 if all values are equal, in spite of rounding."""
+  return float(data.std(ddof=1) / np.sqrt(data.size)) if np.ptp(data) else 0.0
 
 
 def _check_seeds(values: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -72,6 +72,7 @@ def test_seeds_needed_at_the_ends():
 
 def test_standard_errors():
   assert paired.standard_error_over_seeds([0.1, 0.2, 0.3]) == pytest.approx(0.1 / np.sqrt(3))
+  assert paired.standard_error_over_seeds([0.1, 0.1, 0.1]) == 0  # NumPy's deviation is 1.7e-17
   assert paired.standard_error_of_interval(0.1, 0.3) == pytest.approx(0.2 / (2 * 1.959964))
   with pytest.raises(ValueError, match=r"two or more seeds are needed, got shape \(1,\)"):
     paired.standard_error_over_seeds([0.1])
