@@ -1,4 +1,4 @@
-"""A run's rollouts, read from its store with their outcome, age and turns; and the run's page."""
+"""A run's rollouts, read from its store with outcome, age and turns; and the page of a run."""
 
 from __future__ import annotations
 

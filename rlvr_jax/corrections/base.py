@@ -41,7 +41,7 @@ class Correction(NamedTuple):
       correction.
     statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if `apply`
       needs none.
-    weighs: whether weights may differ from 1. A loss whose ratio has β in its denominator already
+    weighs: whether weights may differ from 1. A loss whose ratio already has β in its denominator
       needs no weights.
     policies: the number of policies, 3 or 2, see above.
   """

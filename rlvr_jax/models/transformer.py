@@ -482,7 +482,7 @@ class Block(_AttentionModule):
   ) -> tuple[Array, Any]:
     """Attention's output, which is added to the residual stream, and attention's carry."""
     c = self.config
-    w: Any = self.full if self.is_full else self  # its kernels and norms
+    w: Any = self.full if self.is_full else self  # this layer's kernels and norms
     bias = lambda name: getattr(w, name, None)
     heads = lambda y: y.reshape(*y.shape[:-1], -1, self.heads.width)
     query = dense(x, w.query, bias("query_bias"))

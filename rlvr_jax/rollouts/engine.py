@@ -133,7 +133,7 @@ class _Run(NamedTuple):
   """A rollout that has a slot or waits for one."""
 
   rollout: Rollout
-  cached: int = 0  # tokens of the response in the cache, a multiple of a burst's steps
+  cached: int = 0  # places of the response in the cache, a multiple of a burst's steps
   routed: int = 0  # places of the response whose routes are recorded; a burst repeats some of them
   version: int = NOT_SAMPLED  # version of the weights that last computed its cache
 

@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
   """Facts about a draw that a batch does not contain, with which another run repeats it; JSON."""
 
   draw: int  # number of the draw
-  problems: dict[str, JSON]  # state of the order of problems before the draw
+  problems: dict[str, JSON]  # state of the iterator over problems before the draw
   version: int  # version of the policy when the draw began
   burst_steps: int  # decoding steps of a burst of the engine
   slots: int

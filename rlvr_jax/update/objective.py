@@ -137,7 +137,7 @@ class Scores(NamedTuple):
   entropy: Array  # f32[P, G, T], nats
   load: Load | None = None  # the load of a mixture's experts
   changes: RouteChanges | None = None  # changes of routes since sampling, if routes are recorded
-  masses: tuple[Array, ...] | None = None  # f32[P, G, T] for each bin, see `ops.logprobs`
+  masses: tuple[Array, ...] | None = None  # f32[P, G, T] for each of PROBABILITY_BINS
   squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
   taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if the pass makes it
 

@@ -213,7 +213,7 @@ def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | No
 
 
 def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int] = ()) -> list[int]:
-  """The batches that --batches names, the most important first.
+  """The batches that --batches names, in the order in which a page takes them until it is full.
 
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last

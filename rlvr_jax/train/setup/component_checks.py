@@ -104,7 +104,8 @@ def _check_advantage(
   owner = f"config.advantage = {name!r}"
   if unknown := {*method.advantage.needs} - {*NEEDS}:
     raise ValueError(
-      f"{owner}: its needs have {sorted(unknown)}, which no batch has; allowed are {list(NEEDS)}"
+      f"{owner}: its field `needs` names {sorted(unknown)}, which no batch has; allowed are"
+      f" {list(NEEDS)}"
     )
   of = lambda like: jax.ShapeDtypeStruct(like.shape, jnp.float32)
   measured: dict[str, Any] = {"squared_norms": of(batch.rewards)}
