@@ -63,7 +63,7 @@ class Batch:
     draws: number of draws of problems in the batch, more than one with dynamic sampling.
     prompts, tokens: numbers of prompts and tokens sampled for the batch, including dropped groups.
     statistics: metrics of the batch's sampling and grading.
-    timings: seconds and counts of sampling since the last batch; {} if this one was read from the store.
+    timings: seconds and counts of sampling since the last batch; {} for a batch of the store.
     flops: model FLOPs of sampling the batch.
     drawn: a record of how each draw was made, see `Drawn`; () if draws do not depend on the clock.
   """
