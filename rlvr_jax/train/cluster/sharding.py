@@ -168,8 +168,7 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 def platform(mesh: Mesh | AbstractMesh | None) -> str:
   """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, that of this program."""
-  devices = mesh.devices.flat if isinstance(mesh, Mesh) else jax.devices()
-  name: str = devices[0].platform
+  name: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
   return name
 
 
