@@ -120,7 +120,7 @@ def _default(name: str) -> object:
 
 
 def _rows(chosen: list[Field]) -> str:
-  """A table of fields; those without a comment join their group's row, or the fields before."""
+  """A table of fields; those without a comment share a row with their group or neighbors."""
   rows: list[_Row] = []
   for field in (f for f in chosen if f.comment or not f.group):
     if field.group:
@@ -128,7 +128,7 @@ def _rows(chosen: list[Field]) -> str:
       continue
     last = rows[-1] if rows else None
     joins = last and (field.name.startswith(f"{last.group}.") if last.group else not last.comment)
-    if last is None or field.comment or not joins:
+    if field.comment or not joins:
       rows.append(_Row("", field.comment, []))
     rows[-1].fields.append(f"`{field.name}={_default(field.name)!r}`")
   lines = ["| field and default | meaning |", "|---|---|"]
@@ -145,7 +145,8 @@ def page() -> str:
   parts = [_INTRODUCTION.strip(), "## Single fields", _rows(single)]
   for group in (f for f in found if "." not in f.name and f.group):
     below = [f for f in found if f.name.startswith(f"{group.name}.")]
-    below = [f for f in below if not f.name.startswith("evaluation.sampling.")]  # as `sampling.`
+    # The section `sampling` explains the fields of `evaluation.sampling`, too.
+    below = [f for f in below if not f.name.startswith("evaluation.sampling.")]
     parts += [f"## `{group.name}`", group.comment, _rows(below)]
   return "\n\n".join(part for part in parts if part) + "\n"
 

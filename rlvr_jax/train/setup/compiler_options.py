@@ -23,10 +23,10 @@ class CompilerOptions(NamedTuple):
   generation: Options | None
 
 
-# What suits runs on GPUs. No product is tuned: tuning takes a minute of each start, and may choose
-# other products, so other bits, at the next one.
-_ON_GPUS: dict[str, Options] = {
-  "training": {
+# Default options by (platform, kind of program). On GPUs no product is tuned: tuning takes a minute
+# of each start, and may choose other products, so other bits, at the next one.
+_DEFAULTS: dict[tuple[str, str], Options] = {
+  ("gpu", "training"): {
     "xla_gpu_autotune_level": 0,
     # cuBLAS computes products: hundreds of Triton kernels take minutes to compile, and some in
     # float32 cannot be compiled without tuning.
@@ -34,7 +34,7 @@ _ON_GPUS: dict[str, Options] = {
     # Gradients of equal tokens, and those of attention, are added in a fixed order.
     "xla_gpu_deterministic_ops": True,
   },
-  "generation": {
+  ("gpu", "generation"): {
     "xla_gpu_autotune_level": 0,
     # Triton computes products, which then belong to command buffers: a step is launched as a whole.
     # Products are not merged, since every step would first copy weights side by side.
@@ -72,10 +72,8 @@ def make_compiler_options(
 
 def _defaults(kind: str, mesh: Mesh) -> Options:
   """The default options of a kind of program that the compiler for a mesh's devices accepts."""
-  if mesh.devices.flat[0].platform != "gpu":
-    return {}
-  known = _ON_GPUS[kind]
-  if _refusal(known, mesh) is None:
+  known = _DEFAULTS.get((mesh.devices.flat[0].platform, kind), {})
+  if not known or _refusal(known, mesh) is None:
     return known
   # Another version of the compiler may not know all.
   return {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}

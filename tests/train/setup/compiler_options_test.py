@@ -1,19 +1,19 @@
 """Options of XLA's compiler: how they are written, which are refused, which programs get them."""
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.costs import programs
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import compiler_options
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, make_compiler_options
 from rlvr_jax.train.setup.programs import abstract_update_batch
 
-ACCEPTED = "xla_cpu_enable_fast_math=false"
+ACCEPTED_NAME = "xla_cpu_enable_fast_math"
+ACCEPTED = f"{ACCEPTED_NAME}=false"
 
 
 def options_on(mesh, **fields):
@@ -33,21 +33,14 @@ def test_values_have_the_types_that_the_compiler_takes():
   assert options_on(no_devices, training=text) == expected
 
 
-class Gpu:
-  platform, device_kind = "gpu", "a GPU"
-
-
-def test_a_gpu_s_defaults_are_those_that_its_compiler_knows_and_that_are_not_set(monkeypatch):
-  unknown = "xla_gpu_dot_merger_threshold_mb"
-  refuse = lambda options, mesh: f"no {unknown}" if unknown in options else None
-  monkeypatch.setattr(compiler_options, "_refusal", refuse)
-  mesh = Mesh(np.array([Gpu()]), ("data",))
-  found = options_on(mesh, training="xla_gpu_autotune_level=2 xla_dump_to=/tmp/x")
-  assert found.generation == {"xla_gpu_autotune_level": 0}
-  assert found.training["xla_gpu_autotune_level"] == 2
-  assert found.training.keys() - compiler_options._ON_GPUS["training"].keys() == {"xla_dump_to"}
-  with pytest.raises(ValueError, match=rf"generation: the compiler for a GPU .*: no {unknown}; re"):
-    options_on(mesh, generation=f"{unknown}=0")
+def test_defaults_are_those_that_the_compiler_knows_and_that_are_not_set(monkeypatch):
+  """GPUs alone have defaults; the compiler for CPUs is given some here."""
+  defaults = {ACCEPTED_NAME: True, "xla_backend_optimization_level": 1, "xla_no_such_option": 0}
+  for kind in ("training", "generation"):
+    monkeypatch.setitem(compiler_options._DEFAULTS, ("cpu", kind), defaults)
+  found = options_on(sharding.make_mesh(), training=f"{ACCEPTED} xla_dump_to=/tmp/x")
+  assert found.generation == {ACCEPTED_NAME: True, "xla_backend_optimization_level": 1}
+  assert found.training == {**found.generation, ACCEPTED_NAME: False, "xla_dump_to": "/tmp/x"}
 
 
 @pytest.mark.parametrize(
