@@ -14,7 +14,9 @@ from experiments.language_model.sweep import (
   PILOT,
   PRECISION,
   SAMPLERS,
+  SEEDS,
   WHY,
+  WHY_SEEDS,
   label,
 )
 from experiments.testbed.claims import (
@@ -46,8 +48,8 @@ OTHERS = tuple(
   for sampler in SAMPLERS
 ) + (Claim("P3O's KL term", NO_PULL, label(P3O, FP8), "more"),)
 QUANTITIES = (
-  Quantity("Primary comparisons, late pass@1", PRIMARY, LATE, MARGIN),
-  Quantity("Other comparisons, late pass@1", OTHERS, LATE, MARGIN),
+  Quantity("Primary comparisons, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
+  Quantity("Other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
 )
 PANELS = tuple(
   Panel(method, METRIC, [label(method, sampler) for sampler in SAMPLERS]) for method in METHODS

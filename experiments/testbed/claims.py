@@ -65,14 +65,18 @@ def verdict(claimed: str, low: float, high: float, matters: float = MATTERS) -> 
 HEADINGS = ["arm", "less", "difference, 95 %", "seeds", "claimed", "margin", "verdict"]
 
 
-def claim_row(claim: Claim, found: Difference, matters: float = MATTERS) -> list[str]:
+def claim_row(
+  claim: Claim, found: Difference, matters: float = MATTERS, least_seeds: int = 2
+) -> list[str]:
   """Cells of a claim, for the columns of `HEADINGS`.
 
   Args:
     claim: what is claimed.
     found: the difference of its arms.
     matters: the difference that would matter.
+    least_seeds: a difference of fewer seeds decides nothing, whatever its interval is.
   """
+  is_decided = found.num_seeds >= least_seeds
   return [
     claim.arm,
     claim.control,
@@ -80,21 +84,25 @@ def claim_row(claim: Claim, found: Difference, matters: float = MATTERS) -> list
     str(found.num_seeds),
     claim.claimed,
     f"{matters:g}",
-    verdict(claim.claimed, found.low, found.high, matters),
+    verdict(claim.claimed, found.low, found.high, matters) if is_decided else "undecided",
   ]
 
 
 def claim_table(
-  claims: Sequence[Claim], results: Sequence[Result], value: RunValue, matters: float = MATTERS
+  claims: Sequence[Claim],
+  results: Sequence[Result],
+  value: RunValue,
+  matters: float = MATTERS,
+  least_seeds: int = 2,
 ) -> str:
   """The differences that claims are about, paired by seed, with their verdicts.
 
   Args:
-    claims: all of one quantity; there are no rows as long as none of their arms has run. A claim
-      whose arms share fewer than two seeds is undecided.
+    claims: all of one quantity; there are no rows as long as none of their arms has run.
     results: with the runs of their arms.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
+    least_seeds: see `claim_row`. Arms that share fewer than two seeds have no interval.
   """
   values = compare.values_by_seed(results, value)
   rows = {}
@@ -103,7 +111,8 @@ def claim_table(
       arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
       num_seeds = len(arm.keys() & control.keys())
       if num_seeds > 1:
-        rows[claim.name] = claim_row(claim, paired_difference(arm, control), matters)
+        found = paired_difference(arm, control)
+        rows[claim.name] = claim_row(claim, found, matters, least_seeds)
       else:
         few = ["–", str(num_seeds), claim.claimed, f"{matters:g}", "undecided"]
         rows[claim.name] = [claim.arm, claim.control, *few]
@@ -118,19 +127,21 @@ class Quantity(NamedTuple):
     claims: about it.
     value: of a result.
     matters: the difference that would matter.
+    least_seeds: number of seeds that decide a claim.
   """
 
   title: str
   claims: Sequence[Claim]
   value: RunValue
   matters: float = MATTERS
+  least_seeds: int = 2
 
 
 def quantity_tables(quantities: Sequence[Quantity], results: Sequence[Result]) -> list[str]:
   """A `claim_table` for each quantity, below its title."""
   return [
-    f"{title}:\n\n{claim_table(claims, results, value, matters)}"
-    for title, claims, value, matters in quantities
+    f"{title}:\n\n{claim_table(claims, results, value, matters, least_seeds)}"
+    for title, claims, value, matters, least_seeds in quantities
   ]
 
 

@@ -46,6 +46,8 @@ def test_a_table_has_all_its_claims_once_their_runs_have_begun():
   (text,) = quantity_tables([Quantity("pass@1", claims[:1], final, 0.2)], results)
   assert text.startswith("pass@1:\n\n") and "| one | a | b | +0.100 [+0.100, +0.100] | 2 |" in text
   assert "| 0.2 | excluded beyond the margin |" in text
+  few = claim_table(claims, results, final, 0.2, least_seeds=3)  # the interval stays
+  assert "| +0.100 [+0.100, +0.100] | 2 | more | 0.2 | undecided |" in few
   # No claim is left out without a word.
   assert "| two | a | c | – | 0 | more | 0.03 | undecided |" in claim_table(claims, results, final)
   before = claim_table(claims, [run("pilot", 0, 0.5)], final)
