@@ -123,7 +123,9 @@ def _key_heads(network: TransformerConfig) -> str:
 def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
   """Raises ValueError if this run cannot sample as its schedule and `config.fleet` ask.
 
-  It compares the schedule with sections of the configuration.
+  Args:
+    config: the configuration of the run.
+    schedule: the schedule of the run.
   """
   name, fleet, mesh = config.schedule, config.fleet, config.mesh.to_dict()
   is_separate = generates_separately(config.generation_mesh)
@@ -205,8 +207,6 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
 
 def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: Grading) -> None:
   """Raises ValueError if this run lacks what its advantage needs, or cannot use what it returns.
-
-  It compares the advantage with sections of the configuration.
 
   Args:
     config: the configuration of the run.
