@@ -42,5 +42,7 @@ def test_an_unknown_need_is_refused(tmp_path, monkeypatch):
     "def needy():\n  return grpo()._replace(needs=('moods',))\n"
   )
   monkeypatch.syspath_prepend(tmp_path)
-  with pytest.raises(ValueError, match=r"field `needs` names \['moods'\], which no batch has; allowed are"):
+  with pytest.raises(
+    ValueError, match=r"field `needs` names \['moods'\], which no batch has; allowed are"
+  ):
     build(tiny.config(advantage="needy:needy"))
