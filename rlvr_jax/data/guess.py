@@ -1,4 +1,4 @@
-"""Numbers to be found by the replies "higher" and "lower" of the environment `guess`."""
+"""The task of the environment `guess`, whose replies "higher" and "lower" lead to a number."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.units import SIGNS
 
 _DECIMALS = 6  # plain numbers are compared to this many decimal places …
-_RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
+_RELATIVE = Fraction(1, 10_000)  # … and to this relative difference; otherwise 1e-7 would equal 0
 
 _THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, if K is not a variable
 _NUMBERS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb\{R\})")

@@ -41,7 +41,7 @@ from .system_calls import compile_filter, filter_system_calls
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 WATCH_S = 0.05  # between polls of an item's memory and time
-ASLEEP_S = 0.2  # an item that has slept longer is reported to be asleep
+ASLEEP_S = 0.2  # seconds of sleep after which an item is reported to be asleep
 # State of a thread → the fraction of its time that counts as sleep; 1 for other states. A thread
 # that runs or waits for a core (R) does not sleep. In state D a thread waits for the disk, or
 # arranges the wait itself (vfork), which must be limited, too.
