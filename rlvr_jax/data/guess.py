@@ -1,4 +1,4 @@
-"""The task of the environment `guess`, whose replies "higher" and "lower" lead to a number."""
+"""The task of the environment `guess`: to find a number by the replies "higher" and "lower"."""
 
 from __future__ import annotations
 

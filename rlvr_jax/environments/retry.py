@@ -1,4 +1,4 @@
-"""Lets a policy try again after a wrong answer, until the answer is right or no tries are left."""
+"""Lets a policy try again until the grader finds its answer right, or no tries are left."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 
 def _find_region(answer: Answer) -> Region | None:
-  """The set of real numbers that an answer describes; None if there is no set or no solution."""
+  """The set of real numbers that an answer describes; None if no such set is found."""
   if answer.words or answer.unit or answer.choice:
     return None
   if answer.items:

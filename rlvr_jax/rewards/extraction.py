@@ -188,7 +188,7 @@ def extract_answer(completion: str) -> str | None:
   Tries in this order: the last \boxed{…}; the line after the last "####"; the text after the last
   "answer is"; the full text if it is one formula or word; the formula or number that ends last.
   Only the text after any "</think>" counts, and no text counts while a "<think>" is open. If the
-  text after "</think>" has an answer tag, only the tag's content counts.
+  text that counts has an answer tag, only the tag's content counts.
 
   Returns:
     The answer; None if there is none.
