@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ANSWER = "The answer is 42."
-# The white space at its ends shows whether the template trims replies. Its quotes show whether the
-# template writes replies as JSON.
+# White space at the ends of this reply shows whether the template trims replies. Its quotes show
+# whether the template writes replies as JSON.
 _REPLY = ' \n 6 times "8"?\né \n'
 _PLAIN_REPLY = "No."  # shows whether the white space around `_REPLY` is the template's own
 # Texts that begin and end a thought. A template that has such an ending may drop earlier thoughts.

@@ -312,9 +312,9 @@ def _is_time(value: str) -> bool:
 
 
 def _angles_match(gold: Answer, answer: Answer) -> bool | None:
-  r"""Whether angles are equal, as 30° and \frac{\pi}{6}; None unless one has °, and the other a π.
+  r"""Whether angles are equal, as 30° and \frac{\pi}{6}; None unless one has ° and the other has π.
 
-  The second must be a plain number times π: 30° does not equal \arcsin(\frac12)+0\pi.
+  The angle with π must be a plain number times π: 30° does not equal \arcsin(\frac12)+0\pi.
   """
   degrees, radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
   if degrees.unit != "degree" or degrees.number is None or radians.unit not in ("", "rad"):

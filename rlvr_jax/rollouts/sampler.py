@@ -306,7 +306,7 @@ class LocalSampler:
     """Runs one burst, if there is anything to decode; then handles the answers that have arrived.
 
     Returns:
-      Whether there was a burst or an answer; the same in all processes.
+      Whether there was a burst or an answer. All processes return the same value.
     """
     before, lane = len(self._finished), self._active_lane()
     with self._meter.step(self._answers.counts):

@@ -369,7 +369,7 @@ class RolloutStore:
       raise
     except (DamagedError, OSError) as error:
       if isinstance(error, OSError) and error.errno != errno.EIO:
-        raise  # a limit of this process, such as on open files, is no damage
+        raise  # a limit of this process, such as the limit of open files, is no damage
       raise TornShardError(
         f"batch {number}, {path}, is missing or not as it was written: {error}. Rerun its run,"
         " which samples the batch again if it is still needed, or put back a copy of the file."

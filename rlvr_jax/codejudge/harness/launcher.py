@@ -121,7 +121,7 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
   poll.register(item, 0)  # hanging up is always reported
   deadline = time.monotonic() + settings["deadline_s"]
   limit_s = settings["time_limit_s"]
-  # The launcher's and this process's own use, before the item starts.
+  # The memory and time that the launcher and this process use before the item starts.
   initial_seconds = _processor_seconds()
   initial_mib = _memory_mib()
   sleep = Sleep(others={"/proc/1", f"/proc/{os.getpid()}"})
