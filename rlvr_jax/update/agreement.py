@@ -83,7 +83,7 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 
 
 def draw_z(draws: Draws) -> Array:
-  """The largest |drawn − expected|/√variance, f32[], of bins with variance ≥ 5; 0 without any.
+  """f32[]: the largest |drawn − expected|/√variance of bins with variance ≥ 5; 0 without such bins.
 
   Draws are independent given the preceding tokens. So, without a bug, each bin's value is
   approximately the absolute value of a standard normal variable.
