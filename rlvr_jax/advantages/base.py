@@ -23,8 +23,8 @@ class Advantage(NamedTuple):
 
   Attributes:
     init: (initial_entropy f32[], nats per token) → state; () for an estimator without state.
-    apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. They depend on
-      the valid rollouts only. `state` is the state before this update.
+    apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. The coefficients
+      depend on the valid rollouts only. `state` is the state before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
       per-token entropy of the policy over loss tokens, nats; NaN if there is no loss token.
       `solve_rate` is the policy's solve rate *before* any dynamic-sampling filter, NaN if unknown;

@@ -41,9 +41,10 @@ def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) 
 
 
 def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
-  """δ as in `adaptive_exponents`; α falls from α_max to 1 as entropy falls from its start to H*.
+  """δ as in `adaptive_exponents`; α decreases from α_max to 1 while entropy decreases to H*.
 
-  **open**: the paper names the ablation but gives no formula; here α is linear in the entropy.
+  **open**: the paper names the ablation but gives no formula; here α is linear in the entropy, from
+  the initial entropy to H*.
   """
   span = state.initial_entropy - state.target_entropy
   excess = state.entropy - state.target_entropy
@@ -57,7 +58,7 @@ def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -
 def logarithmic_exponents(
   state: FadeState, *, alpha_max: float, delta_min: float, decay_updates: int
 ) -> Exponents:
-  """α falls from α_max to 1, δ from 1 to δ_min, with log(1+t)/log(1+T) at update t of T.
+  """α decreases from α_max to 1 and δ from 1 to δ_min, with log(1+t)/log(1+T) at update t of T.
 
   **open**: the paper names the ablation but gives no formula.
   """
@@ -88,7 +89,7 @@ def fade(
     smoothing: in (0, 1], weight of the new value in p̂ and Ĥ. **open**.
     target_entropy: H* > 0 as a fraction of the initial entropy, or in nats per token; the paper
       also runs 1.0 and 1.3 nats. At initial entropies of 0.1 to 0.5 nats the relative default
-      leaves δ near 1: sweep absolute values there.
+      leaves δ near 1; sweep absolute values instead.
     target_is_relative: whether `target_entropy` is a fraction of the initial entropy.
     schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
       (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).
@@ -134,7 +135,7 @@ def fade(
     state: FadeState, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None
   ) -> FadeState:
     if solve_rate is None:
-      has_valid = jnp.any(batch.valid > 0, axis=1)  # the mean is NaN if no group has a valid one
+      has_valid = jnp.any(batch.valid > 0, axis=1)  # without valid rollouts the mean is NaN
       solve_rate = jnp.mean(group_mean(batch.correct, batch.valid)[:, 0], where=has_valid)
     return state._replace(
       solve_rate=_moving_average(state.solve_rate, solve_rate, smoothing),
@@ -159,7 +160,7 @@ def fade(
 
 
 def _moving_average(old: Array, new: Array, weight: float) -> Array:
-  """The next average; `new` = NaN, which means that nothing was measured, does not change it."""
+  """The next moving average; it stays at `old` if `new` is NaN, because nothing was measured."""
   # The dtype stays the state's, since another dtype would cause a recompilation.
   average = ((1 - weight) * old + weight * new).astype(old.dtype)
   return jnp.where(jnp.isnan(new), old, average)

@@ -79,8 +79,9 @@ def gdpo_advantages(
   weights = tuple(weights) or (1.0,) * K
   if len(weights) != K:
     raise ValueError(
-      f"gdpo: weights = {weights} are {len(weights)} numbers for K = {K} rewards, the main"
-      " grader's and those of config.grading.extra; give one for each, or leave them out"
+      f"gdpo: weights = {weights} are {len(weights)} numbers for K = {K} rewards (the main"
+      " grader's reward, and one for each pair of config.grading.extra); give one weight for each"
+      " reward, or none"
     )
   of_one = leave_one_out_advantages if leave_one_out else grpo_advantages
   normalize = functools.partial(of_one, valid=valid, epsilon=epsilon, name="gdpo")
@@ -105,8 +106,9 @@ def gdpo(
   rewards. Here such rollouts differ, and a reward that hardly varies counts as much as a reward
   that varies much. A constant reward contributes 0.
 
-  A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. A mean
-  over tokens is not 0 if rewards depend on the length; a constant group then gets −μ/(σ + ε).
+  A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
+  mean over tokens and rewards depend on the length, μ is not 0, and a constant group gets −μ/(σ +
+  ε).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`

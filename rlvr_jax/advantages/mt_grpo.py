@@ -42,10 +42,10 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
   """A = A_dialogue + λ·A_turn, each (x − x̄)/(std + ε), where x is the reward or the turn's score.
 
   An environment may score a turn of the policy after which the dialogue goes on (`Turn.score`).
-  A_turn compares this score with the scores of the same turn in the other dialogues of the group,
-  the first turn with first turns. A_turn applies to that turn's tokens. A turn without a score gets
-  A_dialogue alone, and so does the last turn, whose score is the reward. Without turn scores this
-  is `grpo`.
+  A_turn compares this score with the scores of the same turn in the other dialogues of the group: a
+  first turn is compared with first turns. A_turn applies to the tokens of this turn. A turn without
+  a score gets A_dialogue alone. So does the last turn, whose score is the reward. Without turn
+  scores this is `grpo`.
 
   The paper has two turns, of which the first has a score. **open**: here each turn that has a score
   is compared separately. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue that

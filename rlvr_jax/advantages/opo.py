@@ -11,7 +11,7 @@ from rlvr_jax.types import Array
 
 
 def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
-  """A = r − Σ len·r/Σ len: the baseline of least variance if |∇log π|² is proportional to length.
+  """A = r − Σ len·r/Σ len; the baseline has the least variance if |∇log π|² ∝ len.
 
   Args:
     rewards: f32[P, G].

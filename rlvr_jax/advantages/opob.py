@@ -56,9 +56,9 @@ def opob_advantages(
 def opob(*, by_deviation: bool = False) -> Advantage:
   """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group; W = Π_t π/β of a response, without truncation.
 
-  ‖g‖² is the diagonal of the Gram matrix of `config.gram`. The gradient is the output head's with
-  "streaming", and that of all parameters with "per_rollout(parameters='all')". If W = 1 and ‖g‖² is
-  the length, this is `opo`. π is the policy before the update.
+  ‖g‖² is the diagonal of the Gram matrix of `config.gram`. g is the output head's gradient with
+  "streaming", and the gradient of all parameters with "per_rollout(parameters='all')". If W = 1 and
+  ‖g‖² is the length, this is `opo`. π is the policy before the update.
 
   Args:
     by_deviation: whether A is divided by the group's deviation of the rewards, as in the authors'

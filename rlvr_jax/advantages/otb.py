@@ -20,7 +20,7 @@ EPSILON = 1e-8  # added to the sum of energies
 
 
 def token_energies(logprobs: Array, squared_probabilities: Array) -> Array:
-  """e = 1 − 2π(y) + Σ_v π(v)²: the squared norm of the gradient of log π(y) by the logits.
+  """e = 1 − 2π(y) + Σ_v π(v)²: the squared norm of ∇log π(y) with respect to the logits.
 
   Args:
     logprobs: [...], log π(y), nats.
@@ -86,7 +86,7 @@ def in_tail(counted: Array) -> Array:
 
 
 def _by_number(values: Array, counted: Array) -> Array:
-  """Moves the values of a rollout's counted tokens to its first places, in order; then zeros."""
+  """Moves the values of a rollout's counted tokens to the front, in order, and pads with zeros."""
   places = jnp.where(counted, _numbers(counted), counted.shape[-1])
   lay = lambda values, places: jnp.zeros_like(values).at[places].set(values, mode="drop")
   return jax.vmap(jax.vmap(lay))(values, places)
@@ -113,18 +113,18 @@ def otb(
   """A_t = r − Σ_i E_it·r_i/Σ_i E_it with E_it = Σ_{s≤t} w²·(1 − 2π(y_s) + Σ_v π(v)²).
 
   Each token of a response has its own baseline. The baseline has the least variance if E_it is the
-  squared norm of the gradient of response i up to token t. π is the policy before the update, which
-  needs no extra forward pass if the batch is one micro-batch. Metrics of coefficients use a
-  rollout's mean A.
+  squared norm of the gradient of response i up to token t. π is the policy before the update. Its
+  log-probabilities need no extra forward pass if the batch is one micro-batch. Metrics of
+  coefficients use a rollout's mean A.
 
   Args:
     truncation: c > 0 in the loss's weights w = min(π/β, c) (`config.correction`); None sets w = 1,
       for rollouts sampled from the policy itself.
     level: "token"; or "sequence", where the ratio is the product over the response.
-    zero_tail: whether the baseline is 0 beyond the second longest response, as in verl; otherwise
-      A = 0 there.
+    zero_tail: whether the baseline is 0 beyond the end of the second longest response, as in verl;
+      otherwise A = 0 beyond this end.
     zero_constant: whether A = 0 in a group with equal rewards. If False, the longest response has A
-      = r beyond the second longest, as in verl.
+      = r beyond the end of the second longest, as in verl.
   Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL"
     (arXiv:2602.07078); verl 0.9.1, `core_algos.py`.
   """

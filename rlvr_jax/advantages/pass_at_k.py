@@ -1,4 +1,4 @@
-"""The gradient of pass@k."""
+"""Advantages whose policy gradient is the gradient of pass@k."""
 
 from __future__ import annotations
 

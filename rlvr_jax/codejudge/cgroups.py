@@ -1,4 +1,4 @@
-"""A control group (cgroup v2) around each sandbox: limits by the kernel, if groups are delegated.
+"""Limits each sandbox by a control group of the kernel (cgroup v2), if groups are delegated.
 
 A group is *delegated* if it is this process's group or an ancestor, and this process may create
 groups below it, limit their memory and number of processes, and move processes into them. Root has

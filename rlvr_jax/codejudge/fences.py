@@ -59,7 +59,7 @@ def find_blocks(text: str) -> list[Block]:
 
 
 def _find_opening_fence(line: str) -> _Fence | None:
-  """The fence that a line opens; None if it opens none."""
+  """The fence that a line opens; None if the line opens no fence."""
   indentation = _INDENTATION.match(line).end()  # type: ignore[union-attr]
   tildes = line.startswith("~~~", indentation)
   start = indentation if tildes else line.find("```", indentation)

@@ -45,7 +45,7 @@ ACCEPTED = "I accept that generated code runs with my rights"
 WALL_CLOCK_FACTOR = 20.0
 _LONGEST_S = 480.0  # maximum deadline of an item
 _START_S = 20.0  # time for the launcher to start
-_MARGIN_S = 5.0  # time after an item's deadline in which its end is detected
+_MARGIN_S = 5.0  # seconds after an item's deadline within which its end is detected
 _LAST_OUTPUT = 1000  # characters of the output of a launcher that does not start, for the message
 
 

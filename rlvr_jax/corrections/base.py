@@ -41,7 +41,7 @@ class Correction(NamedTuple):
       correction.
     statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if `apply`
       needs none.
-    weighs: whether weights may differ from 1. A loss whose ratio already has β in its denominator
+    weighs: whether weights may differ from 1. A loss whose ratio already has β in the denominator
       needs no weights.
     policies: the number of policies, 3 or 2, see above.
   """
@@ -56,10 +56,11 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """The loss with its tokens weighted and dropped by a correction.
+  """The loss whose tokens a correction weights and drops.
 
-  A loss with PPO's ratio gets π/π_prox as that ratio, and κ = π_prox/β. A loss without a ratio gets
-  κ = π/β. A dropped token has the loss 0 and stays in the denominators.
+  With three policies, a loss with PPO's ratio gets the ratio π/π_prox, and κ = π_prox/β. With two
+  policies, it keeps its ratio, and κ = π/β. A loss without a ratio always gets κ = π/β. A dropped
+  token has the loss 0 and stays in the denominators.
 
   Raises:
     ValueError: the loss already has weights for the sampler.
@@ -69,7 +70,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     return loss
   if loss.ratio_to == "sampler":
     raise ValueError(
-      "the loss takes account of the sampler itself, and a correction would do so twice; choose"
+      "the loss already accounts for the sampler, and a correction would do so twice; choose"
       " correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
       " clip_cov, kl_cov) or without a ratio (reinforce without truncation); if the loss is your"
       " own, set its field ratio_to"
@@ -77,9 +78,9 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
   three = loss.ratio_to == "old" and correction.policies == 3
   if loss.ratio_to == "old" and not three and correction.weighs:
     raise ValueError(
-      "with policies = 2 the ratio of the loss is to the sampler and corrects for it, so weights"
-      " would count it twice; set level = 'none' and only reject, set policies = 3, or choose"
-      " loss = 'reinforce'"
+      "with policies = 2 the ratio of the loss already corrects for the sampler, and weights would"
+      " correct for the sampler twice; set level = 'none' and only reject, set policies = 3, or"
+      " choose loss = 'reinforce'"
     )
 
   def of_old_policy(batch: TrainBatch) -> TrainBatch:
@@ -132,9 +133,10 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
 def _correction_metrics(
   weights: Array, kept: Array | bool, capped: Array, seen: Mismatch
 ) -> Metrics:
-  """Metrics: shares of dropped tokens, also by the sign of A, and of capped tokens; weights.
+  """Metrics of a correction: shares of dropped and capped tokens, and statistics of the weights.
 
-  Of the weights, the mean and the effective sample size are reported.
+  The share of dropped tokens is also reported by the sign of A. The statistics are the mean and the
+  effective sample size.
   """
   kept_mask = jnp.where(kept, seen.mask, 0)
   dropped = False if kept is True else jnp.logical_not(kept)

@@ -46,8 +46,8 @@ def importance(
 ) -> Correction:
   """Multiplies the loss of a token by its weight w, or by 0 if a rule rejects the token.
 
-  u is log κ of a token (level "token"), its sum over the response ("sequence"), or its mean
-  ("geometric"). The weight w is min(eᵘ, high) for "truncate", clip(eᵘ, low, high) for "clip", and
+  u is log κ of a token (level "token"), or the sum ("sequence") or mean ("geometric") of log κ over
+  the response. The weight w is min(eᵘ, high) for "truncate", clip(eᵘ, low, high) for "clip", and
   eᵘ·1[low ≤ eᵘ ≤ high] for "mask".
 
   Args:
@@ -63,8 +63,8 @@ def importance(
       of the statistic.
     veto: a response that has a token with κ < veto is dropped; 0 drops no response.
     policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss keeps
-      its ratio; for a loss with a ratio, only rejection is then allowed. A loss without a ratio
-      always uses two policies.
+      its ratio; with policies = 2, a loss with a ratio allows only rejection. A loss without a
+      ratio always uses two policies.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
     for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
     `rollout_corr_helper.py`, for rules and presets; there, bounds of k1 are bounds of 1/κ.
@@ -144,7 +144,7 @@ def importance(
 def _passes(rule: Rule, seen: Mismatch) -> Array:
   """Whether a rule keeps each token or response, bool[P, G, T] or bool[P, G, 1]."""
   over, divergence = rule[0].split("_")
-  # Only log κ, the difference of two log-probabilities, counts, so the first may be 0.
+  # Only the difference log κ of two log-probabilities counts, so one of them may be 0.
   of_tokens = _DIVERGENCES[divergence](
     jnp.zeros_like(seen.log_weights), seen.log_weights, seen.mask
   )
@@ -156,7 +156,7 @@ def _passes(rule: Rule, seen: Mismatch) -> Array:
 
 
 def _refuse_unread(reason: str, fields: Mapping[str, object]) -> None:
-  """Raises ValueError if an option of `importance` that has no effect is set.
+  """Raises ValueError if an option of `importance` is set that has no effect.
 
   Args:
     reason: the option because of which `fields` have no effect.
@@ -197,7 +197,7 @@ _TRUNCATION = 2.0
 def _rejection(
   owner: str, rule: Rule, *, weight: str, truncation: float, policies: int = 3
 ) -> Correction:
-  """A correction that rejects by one rule, and weights other tokens by min(κ, truncation) or 1."""
+  """A correction that rejects by one rule, and weights kept tokens by min(κ, truncation) or 1."""
   check_choice(owner, "weight", weight, _WEIGHTS)
   check_between(owner, "truncation", truncation, low=0.0, open_low=True)
   if weight == "none" and truncation != _TRUNCATION:

@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: drops failures that the policy would hardly sample any more."""
+"""Off-policy sequence masking: drops failures that the policy has become unlikely to sample."""
 
 from __future__ import annotations
 

@@ -14,14 +14,15 @@ def tv_mask(*, delta: float = 0.2, cap: float = 2.0, ratio: str = "sampler") -> 
   """Drops tokens with A·log κ > 0 in responses with mean_t|κ − 1| > δ.
 
   In such responses the policy is far from the sampler, and an update would move the dropped tokens
-  further away. The loss of the other tokens is multiplied by min(κ, cap). The mean over tokens is
-  twice the total variation. The paper's loss is `ppo_clip` with ε_low = 0.2 and ε_high = 0.272.
+  further away. The loss of the other tokens is multiplied by min(κ, cap). The mean of |κ − 1| over
+  tokens estimates twice the total variation. The paper's loss is `ppo_clip` with ε_low = 0.2 and
+  ε_high = 0.272.
 
   Args:
     delta: δ > 0. **open**: no source has a value.
     cap: above 0.
-    ratio: the ratio to compare: "sampler", κ = π_prox/β, as in published code, which does not see
-      how far π itself has moved; or "policy", ρ = π/β. **open**.
+    ratio: the ratio to compare: "sampler", κ = π_prox/β, as in published code; κ does not show how
+      far π itself has moved. Or "policy", ρ = π/β. **open**.
   Source: VACO (arXiv:2603.01365), as implemented in open-instruct's `grpo_utils.py`.
   """
   check_between("tv_mask", "delta", delta, low=0.0, open_low=True)

@@ -15,11 +15,11 @@ from rlvr_jax.types import Prompts
 def problem_batches(
   source: ProblemSource, *, batch_size: int, seed: int
 ) -> grain.DatasetIterator[list[Problem]]:
-  """An endless iterator of batches: each epoch is a new permutation, and a batch may span two.
+  """An endless iterator of batches; each epoch is a new permutation. A batch may span two epochs.
 
-  The iterator works in this process, without threads. Its position is a counter: `get_state()`
-  returns a small JSON-serializable dict, and `set_state()` on a new iterator continues from that
-  position without replaying.
+  The iterator works in this process, without threads. Its state is a counter: `get_state()` returns
+  a small JSON-serializable dict, and `set_state()` on a new iterator continues from that state
+  without replaying.
 
   Args:
     source: problems; must not be empty.

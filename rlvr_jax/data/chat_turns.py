@@ -1,4 +1,4 @@
-"""The text of a chat template between the turns of a dialogue, learned and checked per role.
+"""Learns and checks, per role, the text that a chat template writes between turns of a dialogue.
 
 A dialogue's tokens are appended, never encoded again. The result has the template's format only if
 the template is append-only: the tokens of a longer dialogue begin with the tokens of a shorter one.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ANSWER = "The answer is 42."
-# The white space at its ends shows whether the template trims replies. Its quotes show whether the
-# template writes replies as JSON.
+# White space at the ends of this reply shows whether the template trims replies. Its quotes show
+# whether the template writes replies as JSON.
 _REPLY = ' \n 6 times "8"?\né \n'
 _PLAIN_REPLY = "No."  # shows whether the white space around `_REPLY` is the template's own
 # Texts that begin and end a thought. A template that has such an ending may drop earlier thoughts.
@@ -80,7 +80,7 @@ class ChatTurns:
     """Learns the texts around replies of a role, unless it is known, and checks dialogues with it.
 
     In these dialogues, a reply of the role comes before and after a reply of each known role, and
-    of itself.
+    of the role itself.
 
     Args:
       role: the role of the replies, such as "user" or "tool".

@@ -1,4 +1,4 @@
-"""Numbers to be found by the replies "higher" and "lower" of the environment `guess`."""
+"""The task of the environment `guess`: to find a number by the replies "higher" and "lower"."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _FILES = (
 _THOUGHTS = ("<think>", "</think>")  # decoded even if special, because graders look for them
 # Templates for dialogues, by name: README.md there says where they are from.
 _TEMPLATES = pathlib.Path(__file__).parent / "chat_templates"
-_TOOLS = pathlib.Path(__file__).parent / "tools"  # of the package's environments, by their names
+_TOOLS = pathlib.Path(__file__).parent / "tools"  # tools, by environment
 
 
 class HuggingFaceTokenizer:
@@ -288,7 +288,7 @@ class HuggingFaceTokenizer:
       return
     tools = _read_tools(path)
     without = self._apply_template(self._messages("1"), tokenize=False)
-    self._tools = {"tools": tools, "xml_tools": tools}  # SmolLM3's template calls them the latter
+    self._tools = {"tools": tools, "xml_tools": tools}  # SmolLM3's template says xml_tools
     if self._apply_template(self._messages("1"), tokenize=False) == without:
       raise ValueError(
         f"the chat template of {self._directory} shows no tools, but config.prompts.tools ="

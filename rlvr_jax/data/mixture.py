@@ -1,4 +1,4 @@
-"""Several tasks in one."""
+"""Joins several tasks into one task."""
 
 from __future__ import annotations
 

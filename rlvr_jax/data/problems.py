@@ -15,7 +15,7 @@ sys.set_int_max_str_digits(50_000)  # as in `workers.worker`: references have lo
 class Problem:
   question: str  # the prompt's text, without a chat template; or the texts of `messages`
   answer: str  # the reference answer; "" if many answers are right, and the source gives none
-  solution: str  # demonstration for the warm start, in the form of a completion
+  solution: str  # demonstration for the warm start, written like a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
   # If the demonstration is a dialogue, its turns before `solution`: a text of the policy, a reply
   # of the environment, and so on.

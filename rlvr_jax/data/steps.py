@@ -1,4 +1,4 @@
-"""Sums and products in worked steps: responses differ in length and share some lines."""
+"""A task of sums and products in worked steps. Responses differ in length and share some lines."""
 
 from __future__ import annotations
 

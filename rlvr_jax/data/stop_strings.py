@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlvr_jax.data.tokenizer import Tokenizer
 
-_BROKEN = "\ufffd"  # what bytes that are no character decode to
+_BROKEN = "\ufffd"  # decoded from bytes that are no character
 _SLACK = 8  # characters that may be broken or trimmed at both ends of decoded ids
 
 
@@ -15,8 +15,9 @@ def find_stop(
 ) -> int | None:
   """Finds the smallest n for which the text of the first n ids contains a stop string.
 
-  The string may begin within one token and end within another; the latter is kept whole. Only the
-  end of `ids` is decoded: the new ids, and the ids before them in which a stop string can begin.
+  The string may begin within one token and end within another token; this last token is kept whole.
+  Only the end of `ids` is decoded: the new ids, and the ids before them in which a stop string can
+  begin.
 
   Args:
     tokenizer: `decode` is used.
@@ -42,7 +43,7 @@ def _window(tokenizer: Tokenizer, ids: Sequence[int], characters: int, searched:
   more = 1  # doubles, so that even ids without characters are decoded about twice at most
   while size < searched:
     text = tokenizer.decode(ids[searched - size : searched])
-    # The text must not start within a character, nor within a run of bytes that decodes as a whole.
+    # The text must start neither within a character nor within bytes that decode as a whole.
     if len(text) >= characters and text[0] != _BROKEN:
       return searched - size
     size += more if len(text) >= characters else size

@@ -15,7 +15,7 @@ from rlvr_jax.ops.checks import check_integer
 def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) -> Task:
   """Makes a task of questions such as "What is 23 + 8?" and "What is 31 - 17?".
 
-  Some numbers are held out: they occur only in held-out problems, which have no other numbers. So
+  Held-out numbers occur only in held-out problems, and held-out problems have no other numbers. So
   training shows neither a question nor a number of a held-out problem. No difference is negative.
 
   Args:

@@ -58,7 +58,7 @@ class _Template(string.Formatter):
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
-  """The template with its fields filled in, which `find_field` finds; errors list all fields."""
+  """The template, filled in with the values that `find_field` finds; errors list all fields."""
   try:
     specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
     width = max(map(int, re.findall(r"\d+", specs)), default=0)
@@ -79,7 +79,7 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
 
 
 def check_available(owner: str, name: str, size: int, available: int) -> None:
-  """Raises ValueError unless `size` problems can be taken from `available` ones."""
+  """Raises ValueError unless `size` problems can be taken from `available` problems."""
   if size > available:
     raise ValueError(
       f"{owner}: {name} = {size}, but there are only {available} problems to take it from;"
@@ -88,7 +88,7 @@ def check_available(owner: str, name: str, size: int, available: int) -> None:
 
 
 def unify_graders(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """One grader for several tasks, and for each task the change that its problems need for it."""
+  """One grader for several tasks, and for each task a function that adapts its problems."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
   return BY_REFERENCE, [functools.partial(_add_grader_name, grader=grader) for grader in graders]
@@ -104,7 +104,7 @@ def _add_grader_name(problem: Problem, grader: str) -> Problem:
 def warn_of_common_answer(task: Task) -> Task:
   """Returns the task; logs a warning if a constant answer solves many held-out problems."""
   share = task.most_common_answer_share()
-  is_shared = share * len(task.held_out) > 1.5  # of a few problems one is a large share
+  is_shared = share * len(task.held_out) > 1.5  # one of a few problems is a large share
   if is_shared and share > _COMMON_ANSWER_SHARE:
     logging.warning(
       "task %s: one answer is right for %.0f %% of the held-out problems; a policy that always "

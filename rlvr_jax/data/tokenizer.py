@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
   tokens.
   """
 
-  vocab_size: int  # all ids are below it; the model's V is at least as large
+  vocab_size: int  # larger than every id; at most the model's V
   pad_id: int
   stop_ids: tuple[int, ...]  # generation ends at any of these; the first ends a demonstration
 
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
     Args:
       reply: the environment's text.
       role: "user" or "tool", for chat templates.
-      last_id: the last token id of the policy's turn. If it is not the token that ends a turn, that
-        token is encoded first.
+      last_id: the last token id of the policy's turn. If this id is not the token that ends a turn,
+        the token that ends a turn is encoded first.
     Raises:
       ValueError: the role is unknown, or `check_turns` refuses it.
     """
@@ -160,9 +160,9 @@ class ByteTokenizer:
   def huggingface_files(self) -> dict[str, bytes]:
     """Name → content of files from which Hugging Face's libraries load this tokenizer.
 
-    Their tokenizer gives the same ids and texts, except if a text spells a special token, "<|pad|>"
-    or "<|end|>". It encodes this as one id unless `split_special_tokens` is set; this class encodes
-    it as bytes.
+    The libraries' tokenizer gives the same ids and texts, except if a text spells a special token,
+    "<|pad|>" or "<|end|>". The libraries encode such a spelling as one id unless
+    `split_special_tokens` is set; this class encodes it as bytes.
     """
     special = {_PAD: self.pad_id, _END: self.stop_ids[0]}
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)

@@ -1,4 +1,4 @@
-"""Walks on a grid with walls that visit goals in order; every problem has many right answers."""
+"""A task of walks on a grid with walls. A walk visits goals in order; many answers are right."""
 
 from __future__ import annotations
 

@@ -16,16 +16,16 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 class Distillation(NamedTuple):
-  """A teacher's part in an update; τ is the teacher's distribution, a constant.
+  """The terms that a teacher adds to an update; τ is the teacher's distribution, a constant.
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → the term that is added to each token's
       coefficient, for any loss: f32[P, G, T], nats, constant for differentiation. None: no term.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
       of the reward. None: no losses. Both terms are 0 where masked.
-    divergence: the divergence of the whole distributions that the forward pass computes at each
-      token position, as `teacher_divergence` of the batch; None: log-probabilities of sampled
-      tokens suffice.
+    divergence: the divergence between the whole distributions. The forward pass computes it at each
+      token position, as the batch's `teacher_divergence`. None: log-probabilities of sampled tokens
+      suffice.
   """
 
   advantage: Callable[[Array, TrainBatch], Array] | None = None
@@ -34,7 +34,7 @@ class Distillation(NamedTuple):
 
   @property
   def distills(self) -> bool:
-    """Whether there is a teacher."""
+    """Whether a teacher adds a term to the advantage or the loss."""
     return self.advantage is not None or self.per_token is not None
 
   def __repr__(self) -> str:

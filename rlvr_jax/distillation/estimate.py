@@ -23,9 +23,9 @@ def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distill
 
   Args:
     estimator: "k2"; "k3"; or "k3+", the value of k3 with the gradient of k2.
-    bound: > 0, nats; "k2" does not use it. In k3 it bounds |log π − log τ|, and half of it bounds
-      the value. With "k3", a token beyond either bound has no gradient. verl uses 20. None sets no
-      bound.
+    bound: > 0, nats; "k2" does not use it. In k3, `bound` limits |log π − log τ|, and `bound`/2
+      limits the value. With "k3", a token beyond either bound has no gradient. verl uses 20. None
+      sets no bound.
   Source: verl's `kl_penalty`; see `ops.kl`.
   """
   if bound is not None:

@@ -1,4 +1,4 @@
-"""Distillation with larger weights on tokens whose prefix student and teacher agree on."""
+"""Distillation with larger weights on tokens after prefixes on which student and teacher agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlvr_jax.distillation.base import Distillation, prepare
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.types import Array, TrainBatch
 
-_LEAST_TOTAL = 1e-8  # s_T, nats, as TRL has it
+_LEAST_TOTAL = 1e-8  # lower bound of s_T, nats, as in TRL
 
 
 def iw_opd(*, gamma: float = 0.5) -> Distillation:

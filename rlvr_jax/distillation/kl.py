@@ -1,4 +1,4 @@
-"""Distillation by whole distributions: a divergence at every token of the response."""
+"""Distillation by whole distributions: the loss is a divergence at every token of the response."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def kl(
 ) -> Distillation:
   """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each token of the response.
 
-  The loss sees every token that the student might have sampled, at the prefixes that the sampler
-  has visited; a token's effect on later tokens has no gradient. No array of the vocabulary's size
-  is kept: the head is computed in chunks, for student and teacher together.
+  The loss covers every token that the student might have sampled, after the prefixes that the
+  sampler has visited. A token's effect on later tokens has no gradient. No array of the
+  vocabulary's size is kept: the head is computed in chunks, for student and teacher together.
 
   Args:
     alpha, support, top_k, rest, floor: see `ops.divergence.Divergence`.

@@ -1,4 +1,4 @@
-"""No teacher."""
+"""Training without a teacher."""
 
 from rlvr_jax.distillation.base import Distillation
 

@@ -1,4 +1,4 @@
-"""On-policy distillation with the divergence at the token as baseline."""
+"""On-policy distillation with the divergence at each token as the baseline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Environments, which answer a policy within a rollout, turn by turn.
+"""Environments answer a policy within a rollout, turn by turn.
 
-One factory per environment, found by name.
+Each environment has a factory, which a config names.
 
 `base` has the interface, `dialogues.EnvironmentPool` runs dialogues in worker processes.
 """

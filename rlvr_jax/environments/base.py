@@ -1,4 +1,4 @@
-"""The interface of an environment, and the check of what it returns.
+"""Defines the interface of an environment, and checks the values that an environment returns.
 
 An environment answers the policy in one rollout. Its factory is called once per rollout, with
 hyper-parameters as keywords:
@@ -41,7 +41,7 @@ Problem: TypeAlias = Mapping[str, Any]
 # {"role": "system" or "user", "content": text}
 Message: TypeAlias = Mapping[str, str]
 # From the policy's text to (the outcome's value, such as "correct" or "wrong"; score; feedback, the
-# text that the grader lets the policy read, or ""). If the grader crashes, it raises RuntimeError.
+# text that the grader lets the policy read, or ""). Raises RuntimeError if the grader crashes.
 Grade: TypeAlias = Callable[[str], tuple[str, float, str]]
 
 
@@ -73,7 +73,7 @@ class Refused(Stopped):
 class TimedOut(Stopped):
   """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
 
-  An environment may raise it at a limit of its own; the pool's limit would kill the process.
+  An environment may raise this error at its own limit; the pool's limit would kill the process.
   """
 
   kind = "timeout"

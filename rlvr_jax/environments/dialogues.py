@@ -42,7 +42,7 @@ class EnvironmentStartError(StartError):
 class Environments:
   """The `workers.worker.Program` of a worker: it keeps the environments of the dialogues.
 
-  It makes one environment at its start, so that a mistake is found then.
+  A worker makes one environment at its start, so that a wrong configuration fails at once.
   """
 
   def __init__(self, ask: Ask, *, environment: str, deadline_s: float, has_grade: bool):
@@ -89,8 +89,8 @@ class EnvironmentPool(PoolOwner):
   """Runs dialogues in worker processes, each reset and step under a wall-clock limit.
 
   Any thread may call the methods, and none of them blocks, except for the constructor and `close`.
-  A dialogue's results depend only on its problem, seed and texts. If its process ends, another
-  process repeats the dialogue; if a result then differs, the dialogue has failed.
+  A dialogue's results depend only on its problem, seed and texts. If the process of a dialogue
+  ends, another process repeats the dialogue; if a result then differs, the dialogue has failed.
 
   The kind of a `Failure` is "timeout" for a step that exceeds the limit, or if the environment
   raised `TimedOut`; "refused" if it raised `Refused`; "memory" for a failed allocation; "failed"

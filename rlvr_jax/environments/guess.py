@@ -1,4 +1,4 @@
-"""Guess a number by "higher" and "lower": the smallest real dialogue.
+"""An environment in which the policy guesses a number, and replies say "higher" or "lower".
 
 Its best play is known: `optimal_success` in `rlvr_jax/data/guess.py`.
 """

@@ -1,4 +1,4 @@
-"""Environments that an OpenEnv server serves: text becomes an action, an observation the reply.
+"""Environments on an OpenEnv server: a policy's text becomes an action, an observation a reply.
 
 A dialogue is a session of the server, a WebSocket at URL/ws. Both sides send JSON:
 
@@ -86,7 +86,7 @@ class _Answer(NamedTuple):
 
 
 def make_action(template: Any, text: str) -> Any:
-  """The template with the policy's text in every place of "{text}"."""
+  """The template with the policy's text in place of every "{text}"."""
   if isinstance(template, str):
     return template.replace(TEXT, text)
   if isinstance(template, Mapping):
@@ -413,8 +413,8 @@ def openenv(
   Each dialogue has its own session. The server's `max_concurrent_envs` must allow all dialogues at
   a time; a dialogue that gets no session tries again until the deadline.
 
-  A run repeats bit for bit if the server does: it gets the seed, and its replies may depend only on
-  seed, `reset` and actions. An answer has this meaning:
+  A run repeats bit for bit if the server does: the server gets the seed, and its replies may depend
+  only on the seed, `reset` and the actions. The server's answers have these meanings:
 
   * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader judges.
@@ -432,8 +432,9 @@ def openenv(
       "{stdout}{stderr}"; "{field.0.inner}" is within lists and objects.
     prompt: template of the first message, from the observation of the reset; "" for the problem's
       own prompt.
-    reset: fields of the problem that the server's reset gets besides the seed, such as ("index",):
-      "question", "answer", or a field of the reference; "extra.index" is a field within "extra".
+    reset: fields of the problem that the server's reset gets besides the seed, such as ("index",).
+      A field is "question", "answer", or a field of the reference; "extra.index" is a field within
+      "extra".
     pattern: regular expression; the text of the action is the first group of its last match, or
       the whole match. "": the policy's complete turn.
     score: "sum" of the rewards, or the "last" reward.

@@ -1,4 +1,4 @@
-"""Python as a tool: the policy's program runs in a sandbox, and its output comes back."""
+"""Python as a tool: runs the policy's program in a sandbox, and replies with its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlvr_jax.environments.calls import Call, find_call, without_thoughts
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.workers.worker import waiting
 
-_MAX_WAIT_S = 3600.0  # wait for programs of other dialogues, each of which has its own limit
+_MAX_WAIT_S = 3600.0  # the most seconds of a wait for other dialogues' programs
 _NAME = "python"  # the name of the tool
 _NO_OUTPUT = "[no output]"
 
@@ -138,8 +138,8 @@ def python(
   program ends the dialogue, and the task's grader judges it.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program, in the same namespace and with their output dropped. So other effects of these programs
-  are repeated, random numbers in them may differ, and their time counts towards the limit.
+  program, in the same namespace and with their output dropped. So the earlier programs' other
+  effects are repeated, their random numbers may differ, and their time counts towards the limit.
 
   Programs of one worker that use a core take turns; up to 3 sleeping programs wait beside them.
 

@@ -1,4 +1,4 @@
-"""Lets a policy try again after the grader's verdict, until it is right or has no tries left."""
+"""Lets a policy try again until the grader finds its answer right, or no tries are left."""
 
 from __future__ import annotations
 

@@ -29,15 +29,16 @@ def gram_agreement(
   """Measures whether two subsets of the parameters have the same gradient geometry.
 
   The measure is the Pearson correlation of the off-diagonal cosines of the two Gram matrices, over
-  pairs of rollouts whose gradients are not zero. At 1, the cheaper subset can replace the other; a
-  correlation below the 95 % quantile of either null distribution is not evidence of agreement.
+  pairs of rollouts whose gradients are not zero. At 1, the subset that is cheaper to compute can
+  replace the other subset. A correlation below the 95 % quantile of either null distribution is no
+  evidence of agreement.
 
   The permutation null matches the rollouts of `a` and `b` at random, which preserves both spectra.
-  The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on the norms,
-  except that zero stays zero, so the features themselves are not needed: their triangular factor
-  is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead of B·feature_dim.
-  Where the dimension is well above B, the correlation hardly depends on the dimension, since all
-  cosines shrink as 1/√dimension.
+  The noise null replaces the features of `b` by Gaussian features. Cosines do not depend on the
+  norms of features, except that a zero feature stays zero. So only the triangular factor of the
+  features is needed. It is sampled exactly from its distribution (Bartlett), with B²/2 numbers
+  instead of B·feature_dim. Where the dimension is well above B, the correlation hardly depends on
+  the dimension, since all cosines shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].
@@ -86,9 +87,9 @@ def _correlation(a: Array, b: Array) -> Array:
 def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
   """The cosines of Gaussian features [rollouts, dim], sampled without making the features.
 
-  The features are L·Q with Q orthonormal: entries of L below the diagonal are normal, and its i-th
-  diagonal entry (from 0) is χ-distributed with dim − i degrees of freedom. Source: "On the Theory
-  of Statistical Regression" (Bartlett 1933).
+  The features are L·Q with Q orthonormal. Entries of L below the diagonal are normal. The i-th
+  diagonal entry of L (from 0) is χ-distributed with dim − i degrees of freedom. Source: "On the
+  Theory of Statistical Regression" (Bartlett 1933).
   """
   below_key, diagonal_key = jax.random.split(key)
   width = min(rollouts, dim)

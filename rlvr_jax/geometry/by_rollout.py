@@ -1,4 +1,4 @@
-"""Positions of a batch's rollouts in the rows of a forward pass, and sums over them."""
+"""Positions of a batch's rollouts in the rows of a forward pass, and sums over these positions."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, TrainBatch
 
 ROLLOUTS, TILES = "rollouts", "tiles"  # names of loops whose lengths depend on the batch
-_TILE = 512  # the most places of a rollout that are multiplied at once
+_TILE = 512  # maximum number of a rollout's positions that are multiplied at once
 
 
 class Places(NamedTuple):
   """Positions in M micro-batches of R rows of L tokens; see `types.Packed`."""
 
-  targets: Array  # i32[M, R, L], the response token that a place predicts
-  in_loss: Array  # bool[M, R, L], whether the token that a place predicts is in the loss
+  targets: Array  # i32[M, R, L], the response token that a position predicts
+  in_loss: Array  # bool[M, R, L], whether the token that a position predicts is in the loss
   spans: Spans
   num_micro_batches: Array | int  # ≤ M; later micro-batches are empty
 
 
 class Spans(NamedTuple):
-  """The rollouts ordered by their places; rollouts without a place come last."""
+  """The rollouts in order of their positions; rollouts without a position come last."""
 
-  firsts: Array  # i32[B], place of the first loss token, < M·R·L
-  ends: Array  # i32[B], place after the last loss token; an environment's tokens may lie between
+  firsts: Array  # i32[B], position of the first loss token, < M·R·L
+  ends: Array  # i32[B], position after the last loss token; environment tokens may lie between
   slots: Array  # i32[B], index of the rollout in the batch, < P·G
-  bounds: Array  # i32[M + 1], micro-batch i has the entries bounds[i] … bounds[i + 1] of the lists
+  bounds: Array  # i32[M + 1], entries bounds[i] to bounds[i + 1] − 1 belong to micro-batch i
 
 
 def find_places(batch: TrainBatch) -> Places:
-  """Finds the places of a batch's rollouts; without packing, each rollout is a row of T places."""
+  """Finds the positions of a batch's rollouts; an unpacked rollout is a row of T positions."""
   P, G, T = batch.tokens.shape
   B, mask = P * G, batch.mask > 0
   if batch.packed is None:
@@ -45,7 +45,7 @@ def find_places(batch: TrainBatch) -> Places:
   places = jnp.where(packed.places >= 0, packed.places, size)
   in_loss = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
   firsts = jnp.min(places, axis=-1).reshape(B)
-  ends = jnp.max(packed.places, axis=-1).reshape(B) + 1  # 0 without a place
+  ends = jnp.max(packed.places, axis=-1).reshape(B) + 1  # 0 without a position
   order = jnp.argsort(firsts)
   firsts = firsts[order]
   starts = jnp.arange(packed.tokens.shape[0] + 1, dtype=firsts.dtype) * rows
@@ -55,13 +55,13 @@ def find_places(batch: TrainBatch) -> Places:
 
 
 def choose_tile(batch: TrainBatch) -> tuple[int, int | None]:
-  """The places per tile, and the tiles per rollout; None if rollouts have different lengths."""
+  """(positions per tile, tiles per rollout); the latter is None if rollouts' lengths differ."""
   width, tiles = split_into_tiles(batch.tokens.shape[-1])
   return width, None if batch.packed is not None else tiles
 
 
 def split_into_tiles(length: int) -> tuple[int, int]:
-  """The places per tile, and the number of tiles, for a rollout with `length` places."""
+  """The positions per tile, and the number of tiles, for a rollout with `length` positions."""
   tiles = -(-length // _TILE)
   return -(-length // tiles), tiles
 
@@ -74,13 +74,13 @@ def outer_sums(
   index: Array | int,
   tile: tuple[int, int | None],
 ) -> Array:
-  """Adds Σ_n left[n] ⊗ right[n] for each rollout of one micro-batch; n runs over its places.
+  """Adds Σ_n left[n] ⊗ right[n], over a rollout's positions n, for each rollout of one micro-batch.
 
   Each rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
 
   Args:
     sums: [B, X, Y], in the order of the batch.
-    left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
+    left, right: [R·L, X] and [R·L, Y], 0 at positions that do not count.
     index: the index of the micro-batch.
     tile: the result of `choose_tile`.
   """

@@ -1,10 +1,10 @@
 """Diagnostics of a batch from the Gram matrix of its per-rollout gradients.
 
 A Gram matrix here contains the inner products g_i · g_j, f32[B, B], as a `GramFn` returns them: not
-divided by B. Only `update_norms` depends on that; all other values are scale-invariant. Rollouts
-are in the order of [P, G] reshaped to [B], so that the rollouts of a prompt are adjacent. An
-undefined value (no pair to compare, all coefficients 0, a Gram that is 0 or not finite) is 0, never
-NaN.
+divided by B. Only `update_norms` depends on this scale; all other values are scale-invariant.
+Rollouts are in the order of [P, G] reshaped to [B], so that the rollouts of a prompt are adjacent.
+An undefined value (no pair to compare, all coefficients 0, a Gram that is 0 or not finite) is 0,
+never NaN.
 
 Comparisons of two Gram matrices are in `agreement`, statistics of an update in `updates`.
 
@@ -139,16 +139,17 @@ def cosine_gram(gram: Array) -> Array:
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
 
-  At 1 the G rollouts of a prompt carry as much information as one rollout. Independent rollouts
-  have a mean inner product of 0 on-policy, but not a mean cosine of 0, which is (p − q)² for two
-  answers with probabilities p and q. The mean of max(cosine, 0) counts agreement only (**open**:
-  our reading of mean positive cosine); if it is well above the mean, prompts have opposed rollouts,
-  for example successes and failures. Between prompts, values near 1 mean that all prompts push in
-  one direction (a format, a length), values below 0 that they oppose each other.
+  At 1 the G rollouts of a prompt carry as much information as one rollout. On-policy, independent
+  rollouts have a mean inner product of 0. Their mean cosine need not be 0: with two answers of
+  probabilities p and q, it is (p − q)². The mean of max(cosine, 0) counts agreement only (**open**:
+  our reading of mean positive cosine). If this mean is well above the mean cosine, prompts have
+  opposed rollouts, for example successes and failures. Between prompts, values near 1 mean that all
+  prompts push in one direction (a format, a length); values below 0 mean that prompts oppose each
+  other.
 
   Args:
     gram: f32[B, B].
-    num_prompts: P; B is a multiple.
+    num_prompts: P; B is a multiple of P.
   Returns:
     Means over pairs of two different rollouts (prompts) whose gradients are not zero. A mean
     gradient counts as zero if its squared norm is within rounding (1e-6) of zero.
@@ -169,10 +170,10 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
 def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> tuple[Array, Array]:
   """Shares of the update's squared norm AᵀKA inside and outside the top-k eigenvectors of K.
 
-  P_k projects onto eigenvectors of K and commutes with it, so that AᵀP_kKP_kA/(AᵀKA) and the same
-  with I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the shared
-  energy is near 1, the update follows the few directions in which all rollouts agree; if it is near
-  0, A cancels them, as centered coefficients cancel a common direction.
+  P_k projects onto eigenvectors of K and commutes with K. So AᵀP_kKP_kA/(AᵀKA) and the same
+  expression with I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the
+  shared energy is near 1, the update follows the few directions in which all rollouts agree; if it
+  is near 0, A cancels these directions, as centered coefficients cancel a common direction.
 
   Args:
     coefficients: f32[B], A.
@@ -201,8 +202,9 @@ def update_norms(
   √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here belongs to B·K, whose eigenvalues are B times
   larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. If the bound is far below the norm, the
   update is shared; if the norm is far below the bound, A cancels in the shared directions and the
-  residuals of the rollouts cancel one another too. The norm is the policy gradient's with
-  respect to the parameters of the Gram, at ratio 1, summed over tokens and averaged over rollouts.
+  residuals of the rollouts cancel one another too. The norm is that of the policy gradient with
+  respect to the Gram matrix's parameters, at ratio 1, summed over tokens and averaged over
+  rollouts.
 
   Args:
     coefficients: f32[B], A.
@@ -225,7 +227,7 @@ def update_norms(
 
 
 def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Array]:
-  """Participation ratio of every group's Gram matrix, and whether it is defined.
+  """The participation ratio of every group's Gram matrix, and whether this ratio is defined.
 
   Args:
     gram: f32[B, B].
@@ -241,7 +243,7 @@ def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Ar
 def group_effective_rollouts(
   coefficients: Array, gram: Array, num_prompts: int
 ) -> tuple[Array, Array]:
-  """The effective number of rollouts n_eff of every group, and whether it is defined.
+  """The effective number of rollouts n_eff of every group, and whether n_eff is defined.
 
   Args:
     coefficients: f32[P, G] or f32[B], A.
@@ -304,7 +306,7 @@ def _correlation(x: Array, y: Array, counted: Array) -> Array:
 
 
 def _blocks(gram: Array, num_prompts: int) -> Array:
-  """The Gram matrix [B, B] by prompts, [P, G, P, G]."""
+  """The Gram matrix [B, B], reshaped by prompts to [P, G, P, G]."""
   chex.assert_rank(gram, 2)
   if gram.shape[0] % num_prompts:
     raise ValueError(
@@ -334,7 +336,7 @@ def distinct_pairs(nonzero: Array) -> Array:
 
 
 def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Array, Array]:
-  """The part of each eigenvector in AᵀKA, in units that keep float32 in range.
+  """The contribution of each eigenvector to AᵀKA, in units that stay within float32's range.
 
   Returns:
     The energies (λ_j/λ_1)·u_j², f32[B]; u = VᵀA/max|A|, f32[B]; and √λ_1·max|A|, f32[], whose
@@ -351,5 +353,5 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
 
 
 def _relative(eigenvalues: Array) -> Array:
-  """The eigenvalues divided by the largest, λ_j/λ_1."""
+  """The eigenvalues divided by the largest eigenvalue, λ_j/λ_1."""
   return eigenvalues / jnp.where(eigenvalues[0] > 0, eigenvalues[0], 1.0)

@@ -1,4 +1,4 @@
-"""Per-rollout gradients by differentiation, rollout by rollout: a reference for any parameters."""
+"""Per-rollout gradients, differentiated one rollout at a time: a reference for any parameters."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
   It runs the model again and stores the features of all rollouts, [B, N] for N parameters. This
   suits small models, small subsets and tests.
 
-  With tied embeddings the feature is the derivative only through the embedding's use as output.
+  With tied embeddings, the embedding's gradient includes only its use as output head.
 
   Args:
     parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
       transformer block; "all"; any other value is a regular expression that is searched for in the
       parameters' paths, such as "blocks/(query|key)$".
     feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, where z are the logits of
-      the response's tokens, which omits the softmax term.
+      the response's tokens; this omits the softmax term.
   Raises:
-    ValueError: `parameters` is not a regular expression, or the feature is unknown; when called, no
-      path matches `parameters`.
+    ValueError: `parameters` is not a regular expression, or the feature is unknown; or, when `gram`
+      is called, no path matches `parameters`.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3.
   """
@@ -118,8 +118,8 @@ def _gradients(
     gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))
     return gradient(selected, batch.prompts, *rollouts)
 
-  # Prompts, which are sharded, are computed in parallel; rollouts of a group one by one, to save
-  # memory.
+  # Prompts are sharded, and computed in parallel. The rollouts of a group are computed one by one,
+  # to save memory.
   rollouts = (batch.tokens.swapaxes(0, 1), batch.mask.swapaxes(0, 1))
   return jax.lax.map(differentiate_one_per_prompt, rollouts)
 
@@ -135,7 +135,7 @@ def num_selected(
 def _select_subset(
   trained: Params, frozen: Params, context: GramContext, parameters: str
 ) -> tuple[list[Array], Callable[[list[Array]], tuple[Params, Head]]]:
-  """The selected leaves, and a function from them to the trunk's parameters and the head."""
+  """The selected leaves, and a function that maps them to the trunk's parameters and the head."""
   model = context.model
   if parameters == "head":
     params = model.combine(trained, frozen)
@@ -183,7 +183,7 @@ def _select_leaves(
 
 
 def _stop_lookup_gradient(params: Params) -> Params:
-  """The trunk's parameters, where the embedding is constant for differentiation."""
+  """The trunk's parameters; differentiation takes the embedding as a constant."""
   stop = lambda path, x: jax.lax.stop_gradient(x) if _name(path) == "embedding" else x
   return jax.tree_util.tree_map_with_path(stop, params)
 

@@ -4,8 +4,9 @@ The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is omitted. With ĥ = m·h·∂(z_y/
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
-The tokens are sorted by (v, i) and added up to at most one row u_iv for each pair. A token v has at
-most B rows, so in tiles of B rows or more, a tile has products only with itself and the next tile.
+The hidden states ĥ are sorted by (v, i), and added up to at most one row u_iv for each pair. A
+token v has at most B rows. So with tiles of B rows or more, a tile needs only the products with
+itself and with the next tile.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _BATCH_AXES = ("data", "fsdp")
 
 
 class _Pairs(NamedTuple):
-  """The pairs (token v, rollout i) of a batch, sorted; n places, and room for N pairs."""
+  """The sorted pairs (token v, rollout i) of a batch's n positions, with room for N pairs."""
 
-  order: Array  # i32[n], places sorted by pair
-  weights: Array  # f32[n], in this order, factor on a place's hidden state; 0 if not in the loss
-  pairs: Array  # i32[n], in this order, index of a place's pair; N if it is not in the loss
+  order: Array  # i32[n], positions sorted by pair
+  weights: Array  # f32[n], in this order, factor of a position's hidden state; 0 if not in the loss
+  pairs: Array  # i32[n], in this order, index of a position's pair; N if not in the loss
   tokens: Array  # i32[N], v of a pair; −1 after the last pair
   rollouts: Array  # i32[N], i of a pair; −1 after the last pair
   number: Array  # i32[], number of pairs
@@ -86,7 +87,7 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """The cost, if there are as many pairs as possible, in units of the head's product."""
+  """The cost for the largest possible number of pairs, in units of the head's product."""
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])
@@ -102,8 +103,8 @@ def head_products(
 def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
-  The bytes are the device's columns of the hidden states [M, R, L, D] of other devices, and two
-  rounds of a ring for the final sum. Tokens and masks are small in comparison.
+  A device receives its columns of the other devices' hidden states [M, R, L, D], and two rounds of
+  a ring for the final sum. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0
@@ -118,7 +119,7 @@ def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
 def _find_pairs(
   places: Places, forward: Forward, head: Head, temperature: float, size: int
 ) -> _Pairs:
-  """Sorts the places of a batch by pair; `size` is N."""
+  """Sorts the positions of a batch by pair; `size` is N."""
   in_loss, targets = places.in_loss.ravel(), places.targets.ravel()
   spans, absent = places.spans, head.kernel.shape[1]
   nth = jnp.searchsorted(spans.firsts, jnp.arange(in_loss.size), side="right") - 1
@@ -168,7 +169,7 @@ def _on_mesh(sums, hidden, pairs, count, mesh):
 def _sum_over_pairs(
   hidden: Array, pairs: _Pairs, count: Array | int, *, num_rollouts: int, sizes: Sizes
 ) -> Array:
-  """Half of the Gram matrix over some columns of the hidden states, [B, B].
+  """Half of the Gram matrix from the given columns of the hidden states, [B, B].
 
   The sum of the result and its transpose is the Gram matrix.
 
@@ -178,7 +179,7 @@ def _sum_over_pairs(
   """
   tile, tiles, width = sizes
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  hidden, ahead = hidden.reshape(-1, hidden.shape[-1]), (0, tile)  # the last tile's next is empty
+  hidden, ahead = hidden.reshape(-1, hidden.shape[-1]), (0, tile)  # one empty tile after the last
   tokens = jnp.pad(pairs.tokens, ahead, constant_values=-1)
   rollouts = jnp.pad(pairs.rollouts, ahead, constant_values=-1)
   # Products of a tile with itself occur in both orders, so each counts half.

@@ -25,16 +25,16 @@ def sketch(
       g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
 
   h are the hidden states and d the derivatives with respect to the logits. The error of one copy
-  scales as √(1/a + 1/b); averaging s copies divides it by √s. The forward pass accumulates R_vᵀd
-  over the vocabulary, at the cost of s·b/D products of the size of the head's product. The rest
-  costs s·a/V + s·a·b·(1 + B²/n)/(D·V) of such a product, where n is the number of places in the
-  rows.
+  scales as √(1/a + 1/b); averaging s copies divides this error by √s. The forward pass accumulates
+  R_vᵀd over the vocabulary, at the cost of s·b/D products of the size of the head's product. The
+  rest costs s·a/V + s·a·b·(1 + B²/n)/(D·V) of such a product, where n is the number of positions in
+  the rows.
 
   SALT's A′ is more sensitive than K: it jumps if k, a rounded number, or one of the last directions
   in the subspace changes. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
   rollouts of a real model; a sixteenth of the copies gives 28 %, see docs/reading_geometry.md. The
-  default sizes cost 4096/D head products. The exact `streaming` costs 2 + B/T head products, which
-  is less from D = 2048 on. For the feature "sampled", `streaming` always costs less.
+  default sizes cost 4096/D head products. From D = 2048 on, this is less than the 2 + B/T head
+  products of the exact `streaming`. For the feature "sampled", `streaming` always costs less.
 
   Args:
     copies: s.

@@ -3,8 +3,8 @@
 Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where d is the
 derivative of −log π[y] with respect to the head's product. The vocabulary is processed in blocks:
 each block forms g of all rollouts restricted to the block, and adds its B×B inner products to the
-sum. Hidden states stay in the rows of the forward pass, and a place of a row is multiplied once for
-each block.
+sum. Hidden states stay in the rows of the forward pass, and a position of a row is multiplied once
+for each block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, Tra
 _LANES = 128  # columns that an accelerator multiplies at once
 _WIDEST = 512  # columns; in wider blocks, reading the hidden states is not the bottleneck
 _BATCH_AXES = ("data", "fsdp")
-# The kernel is split along `tensor`. With this axis first, a device's columns stay in its part.
+# The kernel is split along `tensor`. With this axis first, a device's columns lie within the
+# device's part of the kernel.
 _COLUMN_AXES = ("tensor", "data")
 _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
@@ -53,15 +54,15 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n products of the head's size.
 
-  n is the number of places of the rows, B·T if each rollout is a row. For each block, one product
-  recomputes the logits, whose normalizer is known, and another forms g; the inner products cost
-  B²/n. All products accumulate in float32 (float64 for float64 models); operands, including g, are
-  in the model's compute dtype. The feature "sampled" costs about 2B/V products, see
-  `geometry.sampled`.
+  n is the number of positions of the rows, B·T if each rollout is a row. For each block, one
+  product recomputes the logits, whose normalizer is known, and another product forms g; the inner
+  products cost B²/n. All products accumulate in float32 (float64 for float64 models); operands,
+  including g, are in the model's compute dtype. The feature "sampled" costs about 2B/V products,
+  see `geometry.sampled`.
 
-  On a mesh the hidden states of one micro-batch at a time are gathered over the data axes in the
-  compute dtype, the vocabulary is split over all devices, and the [B, B] results are summed over
-  devices; see `bytes_moved`.
+  On a mesh, the vocabulary is split over all devices. The hidden states are gathered over the data
+  axes in the compute dtype, one micro-batch at a time. The [B, B] results are summed over devices;
+  see `bytes_moved`.
 
   Args:
     feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
@@ -183,7 +184,7 @@ def bytes_moved(
 
 
 def _on_mesh(sums, tokens, spans, count, head, mesh):
-  """Splits the vocabulary over all devices, each of which gathers the tokens."""
+  """Splits the vocabulary over all devices; each device gathers the tokens."""
   vocabulary = head.kernel.shape[1]
   kernel = head.kernel.astype(tokens.hidden.dtype)
   kernel = jnp.pad(kernel, [(0, 0), (0, -vocabulary % mesh.size)])
@@ -273,7 +274,7 @@ def _block_width(rollouts: int, places: int, width: int, columns: int, block_ele
 def _derivatives(
   tokens: _Tokens, head: Head, indices: Array, vocabulary: int, temperature: float
 ) -> Array:
-  """The derivatives d at every place for the columns `indices` of the vocabulary, [R·L, v].
+  """The derivatives d at every position for the columns `indices` of the vocabulary, [R·L, v].
 
   d = scale/τ · (1 − (z/c)²) · (softmax(z/τ) − onehot(y)) for logits z, soft cap c, temperature τ.
   """

@@ -25,13 +25,13 @@ class Loss(NamedTuple):
       tokens are finite but arbitrary; the aggregation drops them. Coefficients are f32[P, G, T] if
       the advantage has one for each token, see `Advantage.per_token`.
     statistics: (policy_logprobs, batch, coefficients) of the *full* batch → the `statistics`
-      argument of `per_token`, constant for differentiation; None if the loss needs none.
+      argument of `per_token`, constant for differentiation; None if the loss needs no statistics.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
-    of_responses: whether the formula takes one coefficient for a full response; coefficients per
-      token are then a configuration error.
+    of_responses: whether the formula takes one coefficient for a full response; with such a loss,
+      coefficients per token are a configuration error.
     ratio_to: the policy in the denominator of the loss's ratio. "old": PPO's old policy, which is
-      the sampler unless a correction replaces it with a later policy. "sampler": the formula is
-      derived for the sampler, so that no correction applies. "none": the loss has no ratio.
+      the sampler unless a correction replaces it with a later policy. "sampler": the formula itself
+      accounts for the sampler, so that no correction applies. "none": the loss has no ratio.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
@@ -123,7 +123,7 @@ def _check_result(result: Any, tokens: Tokens) -> None:
 
 
 def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
-  """Metrics: the share of loss tokens with a clipped or capped ratio, in all and by the sign of A.
+  """Metrics: the share of loss tokens with a clipped or capped ratio, overall and by the sign of A.
 
   Args:
     clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False if there is no bound.
@@ -132,7 +132,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Metrics: the shares of marked tokens among all loss tokens, and those with A > 0 and A < 0.
+  """Metrics: the share of marked tokens among all loss tokens, and among those with A > 0 or A < 0.
 
   The metric over all loss tokens keeps each token's mark, see `types.Mean`.
 
@@ -155,8 +155,8 @@ def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: A
 def exp_or_constant(x: Array) -> Array:
   """eˣ, with derivative 0 where eˣ is infinite, since 0 times an infinite derivative is NaN.
 
-  So a token that is dropped from the loss has no gradient, however large its ratio. An infinite
-  ratio of a token that stays makes the loss infinite, and the update is skipped and counted.
+  So a token that is dropped from the loss has no gradient, however large its ratio is. If a token
+  in the loss has an infinite ratio, the loss is infinite, and the update is skipped and counted.
   """
   is_infinite = jnp.isinf(jnp.exp(jax.lax.stop_gradient(x)))
   return jnp.exp(jnp.where(is_infinite, jax.lax.stop_gradient(x), x))
@@ -168,7 +168,7 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 
 
 def follow(values: Array, terms: Array) -> Array:
-  """An array with the values v at every token and the gradient of the terms x: sg(v) + x − sg(x).
+  """sg(v) + x − sg(x): an array with the value v at every token and the gradient of the terms x.
 
   sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of the
   result is the token form of the response's ratio. Summed over these tokens, it has n times the

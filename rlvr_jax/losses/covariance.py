@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 def covariances(tokens: Tokens) -> Array:
-  """Each loss token's part of the covariance of A and log π, f32[P, G, T]; 0 where masked.
+  """Each loss token's term c of the covariance of A and log π, f32[P, G, T]; 0 where masked.
 
   c = (A − mean A)·(log π − mean log π), with means over the loss tokens of the full batch.
   """
@@ -43,7 +43,7 @@ def chances_of(batch: TrainBatch, seed: int) -> Array:
   and padding and an environment's tokens do not change them.
   """
   is_kept = batch.mask > 0
-  ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # before each token
+  ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # loss tokens before
   tokens = jnp.where(is_kept, batch.tokens, 0).astype(jnp.uint32)
   # In integer arithmetic modulo 2³², the order of the sum does not matter.
   hashed = jnp.sum(tokens * (2 * ranks.astype(jnp.uint32) + 1), dtype=jnp.uint32)

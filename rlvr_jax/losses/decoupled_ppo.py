@@ -1,4 +1,4 @@
-"""Decoupled PPO: clips around a recent policy and weights by its ratio to the sampler."""
+"""Decoupled PPO: clips around a recent policy π_prox, and weights by π_prox/β for the sampler β."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def decoupled_ppo(
 ) -> Loss:
   """ℓ = min(π_prox/β, cap)·`ppo_clip` on the ratio π/π_prox; β is the behavior policy.
 
-  π_prox, `batch.proximal_logprobs`, is the policy when a batch is first trained on, or at regular
-  updates; the training step provides it.
+  π_prox is the policy when a batch is first trained on, or at regular later updates. The training
+  step provides its log-probabilities, `batch.proximal_logprobs`.
 
   Args:
     epsilon_low: in [0, 1].

@@ -21,16 +21,16 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 # Divergence → the bound in the authors' examples.
 DELTAS = {"tv": 0.15, "kl": 0.05}
-TRUNCATION = 20.0  # of the score form, unless another one is set
+TRUNCATION = 20.0  # default truncation of the score form
 
-# The least 1 − p that float32 can represent for p < 1. If p is computed in float32 as 1, with log p
-# = 0, it is only known that 1 − p ≤ 2⁻²⁴. With 1 − p = 0 the divergence from any q < 1, even from
-# the next smaller number, would be infinite.
+# The least 1 − p that float32 can represent for p < 1. If float32 rounds p to 1, with log p = 0,
+# then 1 − p ≤ 2⁻²⁴. With 1 − p = 0 the divergence from any q < 1 would be infinite, even from the
+# largest such q.
 _LEAST_REST = 2.0**-24
 
 
 def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> Array:
-  """The divergence of two Bernoulli distributions: "this token or another one" under p and q.
+  """The divergence of the Bernoulli distributions of "this token or another token" under p and q.
 
   Args:
     logprobs: f32[...], log p, nats.
@@ -61,10 +61,10 @@ def dppo(
 ) -> Loss:
   """ℓ = −sg(min(ρ, c))·A·log π, or ℓ = −A·ρ, at kept tokens; ℓ = 0 at dropped tokens.
 
-  ρ = π/β. A token is dropped if its probability has moved further than allowed in the direction
-  that A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p
-  is π's probability of the token, q the anchor's probability, and D the total variation or the KL
-  divergence of "this token or another one". Intended for the aggregation `constant`.
+  ρ = π/β. A token is dropped if its probability has moved too far in the direction in which A
+  pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p is π's
+  probability of the token, and q is the anchor's. D is the total variation or the KL divergence of
+  "this token or another token". The loss is intended for the aggregation `constant`.
 
   Args:
     divergence: D, "tv" or "kl".
@@ -75,7 +75,7 @@ def dppo(
     anchor: the policy that gives q: "sampler", β; or "proximal", the policy when the batch is first
       trained on. ρ is π/β in both cases.
     symmetric: whether δ_high drops tokens that have moved in either direction, for both signs of A.
-    log_ratio_penalty: λ ≥ 0, which adds λ·(log ρ)² to every loss token, dropped ones included.
+    log_ratio_penalty: λ ≥ 0 adds λ·(log ρ)² to every loss token, also to dropped tokens.
   Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879);
     `symmetric` and the penalty are from prime-rl's `ipo_loss_fn`. **open**: c, which is 20 in
     verl's function, 10⁴ in its example and 10 as the authors' fallback.

@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
-  """The largest t² among the n harmful Δ² for which Σ min(Δ², t²) < τn; 0 if there is none.
+  """The largest t² among the n harmful Δ² with Σ min(Δ², t²) < τn; 0 if no Δ² satisfies this.
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².

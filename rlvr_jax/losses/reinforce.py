@@ -13,7 +13,7 @@ def reinforce(*, truncation: float | None = None) -> Loss:
   """ℓ = −sg(w)·A·log π with w = min(ρ, c) for ρ = π/β, or with w = 1.
 
   Args:
-    truncation: c > 0; None uses w = 1, which ignores the distance of π from β.
+    truncation: c > 0; None uses w = 1, without a correction for the distance of π from β.
   Source: Williams 1992; for truncated weights Ionides 2008 and "IMPALA: Scalable Distributed
     Deep-RL with Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
   """

@@ -1,4 +1,4 @@
-"""Grading on the host: from text to outcomes. Neither this folder nor the workers import jax."""
+"""Grades texts on the host. Neither this folder nor the workers import jax."""
 
 from rlvr_jax.rewards.grading import GraderPool as GraderPool
 from rlvr_jax.rewards.grading import GraderStartError as GraderStartError

@@ -168,7 +168,7 @@ def convert_to_grade(value: Any) -> Grade:
 
 
 def _check_score(value: Any) -> float:
-  """The score as a float; raises ValueError if it is not a number within ±1e30."""
+  """Converts a score to a float; raises ValueError if the score is not a number within ±1e30."""
   try:
     score = float(value)
   except (TypeError, ValueError, OverflowError):

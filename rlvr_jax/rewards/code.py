@@ -13,7 +13,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.workers.worker import waiting
 
 REWARDS = ("all", "fraction")
-_MAX_WAIT_S = 3600.0  # for the programs of other items, each of which has its own limit
+_MAX_WAIT_S = 3600.0  # the most seconds of a wait for other items' programs
 _ANSWERS = re.compile(r"^[ \t]*<answer>\n?", re.MULTILINE)
 
 

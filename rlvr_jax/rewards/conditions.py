@@ -1,4 +1,4 @@
-"""Equations, inequalities, and the sets of real numbers of conditions and intervals."""
+"""Compares equations, inequalities, and the sets of real numbers that answers describe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Region(NamedTuple):
 
   Attributes:
     ends: the numbers at which membership may change.
-    contains: number → whether it is in the set.
+    contains: number → whether the number is in the set.
     variable: the variable of the condition that describes the set; "" for an interval.
   """
 
@@ -95,7 +95,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
 
 
 def _find_region(answer: Answer) -> Region | None:
-  """The set of real numbers that an answer describes; None if there is none or it is not solved."""
+  """The set of real numbers that an answer describes; None if no such set is found."""
   if answer.words or answer.unit or answer.choice:
     return None
   if answer.items:

@@ -10,9 +10,9 @@ from rlvr_jax.rewards.formulas import FUNCTIONS
 from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, find_answer_part
 from rlvr_jax.rewards.units import SCALES
 
-MAX_ANSWER = 1000  # characters; longer ones are not answers
+MAX_ANSWER = 1000  # characters; longer texts are not answers
 _TAIL = 100_000  # characters at the end of a completion that are searched for a box or "####"
-_PROSE = 10_000  # … for an answer in running text
+_PROSE = 10_000  # characters at the end that are searched for an answer in running text
 _SHORT = 5  # words; a phrase or a tag's content of at most this length is an answer as it stands
 
 _BOX_TOKEN = re.compile(
@@ -187,8 +187,8 @@ def extract_answer(completion: str) -> str | None:
 
   Tries in this order: the last \boxed{…}; the line after the last "####"; the text after the last
   "answer is"; the full text if it is one formula or word; the formula or number that ends last.
-  Only the text after any "</think>" counts, and nothing while a "<think>" is open. If that text has
-  an answer tag, only the tag's content counts.
+  Only the text after any "</think>" counts, and no text counts while a "<think>" is open. If the
+  text that counts has an answer tag, only the tag's content counts.
 
   Returns:
     The answer; None if there is none.

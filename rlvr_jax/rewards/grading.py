@@ -1,4 +1,4 @@
-"""Grading in worker processes, which answer a completion and its reference with a grade."""
+"""Grades completions in worker processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlvr_jax.workers.pool import Failure, Pool, PoolOwner, check_limits, encode
 from rlvr_jax.workers.process import Service, Session, StartError, check_variables
 from rlvr_jax.workers.worker import MAX_DETAIL, Ask
 
-_LONGEST_WAIT_S = 600.0  # of an item: the sandbox kills a program earlier
+_LONGEST_WAIT_S = 600.0  # limit on an item's wait: the sandbox kills a program earlier
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _OUTCOMES = {
   "timeout": Outcome.TIMEOUT,

@@ -52,7 +52,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.units import SIGNS
 
 _DECIMALS = 6  # plain numbers are compared to this many decimal places …
-_RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
+_RELATIVE = Fraction(1, 10_000)  # … and to this relative difference; otherwise 1e-7 would equal 0
 
 _THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, if K is not a variable
 _NUMBERS = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb\{R\})")
@@ -312,9 +312,9 @@ def _is_time(value: str) -> bool:
 
 
 def _angles_match(gold: Answer, answer: Answer) -> bool | None:
-  r"""Whether angles are equal, as 30° and \frac{\pi}{6}; None unless one has °, and the other a π.
+  r"""Whether angles are equal, as 30° and \frac{\pi}{6}; None unless one has ° and the other has π.
 
-  The second must be a plain number times π: 30° does not equal \arcsin(\frac12)+0\pi.
+  The angle with π must be a plain number times π: 30° does not equal \arcsin(\frac12)+0\pi.
   """
   degrees, radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
   if degrees.unit != "degree" or degrees.number is None or radians.unit not in ("", "rad"):

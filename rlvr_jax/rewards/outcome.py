@@ -21,11 +21,11 @@ class Outcome(enum.StrEnum):
   WRONG = "wrong"  # also if the completion exhausts the grader's memory or recursion limit
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
-  CRASHED = "crashed"  # the grader or the host failed, and no completion can cause that
+  CRASHED = "crashed"  # the grader or the host failed, which no completion can cause
   # Outcomes of dialogues that ended before the environment or a grader judged them:
   TURN_LIMIT = "turn_limit"  # the policy has had its last turn
   LENGTH_LIMIT = "length_limit"  # the response has reached its maximum length
-  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text made it exceed its time or memory
+  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text exhausted time or memory
   ENVIRONMENT_REFUSED = "environment_refused"  # the environment does not accept the policy's text
   ENVIRONMENT_FAILED = "environment_failed"  # the environment's own fault
 

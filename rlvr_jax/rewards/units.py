@@ -96,7 +96,7 @@ def split_sign(text: str) -> tuple[str, str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-  r"""Splits a text into the text before the unit and the unit, "" if it has none.
+  r"""Splits a text into the text before the unit, and the unit; the unit is "" if there is none.
 
   Words after a plain number are dropped, as in "5 apples", unless they are a known unit or change
   the number's value, as in "5 squared". A single letter directly after a number is a variable

@@ -15,13 +15,13 @@ from rlvr_jax.types import Array, Metrics
 class Reweighting(NamedTuple):
   """A function from coefficients and the Gram matrix of gradient features to new coefficients.
 
-  It acts on n blocks of b rollouts, each with its own Gram matrix. A block is the full batch
-  (n = 1), a group, or a number of consecutive rollouts of the batch.
+  A reweighting acts on n blocks of b rollouts; each block has its own Gram matrix. A block is the
+  full batch (n = 1), a group, or a number of consecutive rollouts of the batch.
 
   Attributes:
-    apply: (coefficients f32[n, b], gram f32[n, b, b] or None, valid bool[n, b], key) →
-      (new coefficients f32[n, b], metrics). Rollouts that are not valid have the coefficient 0 in
-      both.
+    apply: (coefficients f32[n, b], gram f32[n, b, b] or None, valid bool[n, b], key) → (new
+      coefficients f32[n, b], metrics). Rollouts that are not valid have the coefficient 0 before
+      and after.
     needs_gram: whether `apply` reads the Gram matrix; otherwise None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """
@@ -58,14 +58,14 @@ class Reweighting(NamedTuple):
     return jax.lax.stop_gradient(reweighted.reshape(coefficients.shape)), metrics
 
   def _block_size(self, P: int, G: int) -> int:
-    """The number of rollouts in a block, which share a Gram matrix."""
+    """The number of rollouts in a block; these rollouts share a Gram matrix."""
     scope = self.scope
     if not isinstance(scope, int):
       return {"batch": P * G, "group": G}[scope]
     if P * G % scope:
       allowed = [size for size in range(2, P * G + 1) if P * G % size == 0]
       raise ValueError(
-        f"reweighting: scope = {scope} rollouts does not divide the {P * G} of a batch of {P}"
-        f" prompts with {G} rollouts each; choose one of {allowed}"
+        f"reweighting: scope = {scope} rollouts does not divide the {P * G} rollouts of a batch"
+        f" ({P} prompts with {G} rollouts each); choose one of {allowed}"
       )
     return scope

@@ -1,4 +1,4 @@
-"""SALT splits coefficients into a part along the batch's shared gradients and a residual."""
+"""SALT splits coefficients into a part along the gradients that a batch shares, and a residual."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SaltResult(NamedTuple):
   participation_ratio: Array  # f32[]
   effective_rollouts: Array  # f32[], n_eff
   several: Array  # bool[], whether the block has two valid rollouts or more
-  usable: Array  # bool[], whether `several` holds and the Gram is finite and not all zero
-  acts: Array  # bool[], whether `usable` holds and Σ A² K_ii > 0; otherwise A' = A
+  usable: Array  # bool[], `several`, and the Gram matrix is finite and not all zero
+  acts: Array  # bool[], `usable`, and Σ A² K_ii > 0; otherwise A' = A
 
 
 def salt_coefficients(
@@ -56,7 +56,7 @@ def salt_coefficients(
     gram: f32[b, b], inner products of per-rollout gradient features, in any unit; 0 for rollouts
       that are not valid.
     valid: bool[b]; A' is 0 where `valid` is False.
-    key: random key; only a random subspace uses it.
+    key: random key; only `random_subspace` uses it.
   """
   coefficients, count = masked_fill(coefficients, valid), masked_count(valid)
   spectrum = spectral.spectrum(gram)
@@ -178,8 +178,8 @@ def salt(
   check_choice("salt", "random_subspace", random_subspace, (True, False))
   if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
     raise ValueError(
-      f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; set it to one,"
-      " such as scope=8 (a micro-batch is no scope: its number of rollouts varies)"
+      f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; choose one of"
+      " these, such as scope=8 (a micro-batch cannot be a scope: its number of rollouts varies)"
     )
   block = functools.partial(
     salt_coefficients,

@@ -1,9 +1,9 @@
 """Answers to a turn of the policy: the environment's reply, or the grade that ends the rollout.
 
-A grader is an environment of one turn. Graders and environments work in other processes of this
-machine, so answers come late and in any order. If a run has several processes, all of them get the
-same answers after the same burst: the first process has the environments, and all processes share
-the grading.
+A grader acts as an environment with one turn. Graders and environments work in other processes of
+this machine, so answers arrive late and in any order. If a run has several processes, all of them
+get the same answers after the same burst: the first process has the environments, and all processes
+share the grading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlvr_jax.rollouts.engine import Rollout
 from rlvr_jax.storage.files import JSON
 from rlvr_jax.workers.pool import Failure
 
-_WAIT_S = 2.0  # seconds that a process waits for answers before it exchanges with the others
+_WAIT_S = 2.0  # the most seconds of a wait, after which the processes exchange answers
 _OUTCOME_OF_FAILURE = {
   "failed": Outcome.ENVIRONMENT_FAILED,
   "timeout": Outcome.ENVIRONMENT_LIMIT,
@@ -46,19 +46,19 @@ def _same(value: JSON) -> JSON:
 
 
 def in_this_process(action: Callable[[], JSON]) -> list[Any]:
-  """The results of an action in all processes, for a run of one process."""
+  """Runs an action and returns a list of its result: `Processes.gather` of a run of one process."""
   return [action()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-  """The grading and environment processes of a run.
+  """The processes of a run, which exchange answers.
 
   Attributes:
     index: the index of this process.
     count: number of the processes.
-    gather: runs an action and returns its results of all processes, in order; a result is JSON. All
-      processes call it together, and all raise if the action raises in one of them.
+    gather: runs an action in each process and returns all results, JSON, in the order of the
+      processes. All processes call `gather` together, and all raise an error if one process does.
   """
 
   index: int = 0
@@ -97,7 +97,7 @@ class AnswerCounts:
   dropped_tokens: int = 0
 
   def add_reply(self, waited_s: float) -> None:
-    """Counts the answer of an environment, and the seconds since its turn."""
+    """Counts an environment's answer, and the seconds since the policy's turn ended."""
     self.replies += 1
     self.reply_waits_s += waited_s
 
@@ -119,7 +119,7 @@ class _Waiting(NamedTuple):
   rollout: Rollout
   asked: Asked
   since: float  # when the turn ended, seconds on the host's clock
-  future: Future[Any] | None  # None: another process asks
+  future: Future[Any] | None  # None: this process does not ask for the answer
   kind: str  # "grade" or "turn"
 
 
@@ -172,9 +172,9 @@ class Answers:
     """Resets the environments of problems and returns how their rollouts begin, by problem.
 
     Args:
-      problems: the problems that begin now.
-      seeds: the seeds of their environments.
-      of: number of problems in the draw; some of them may have begun in another call.
+      problems: the problems whose rollouts begin now.
+      seeds: the seed of each problem's environment.
+      of: number of problems in the draw; other calls may begin some of these problems.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
     """
@@ -252,7 +252,7 @@ class Answers:
     return answers
 
   def _ask_grader(self, number: int, text: str) -> None:
-    """Asks for a grade in one of the processes, so that its timeout holds for all processes."""
+    """Asks for a grade in one process, so that a timeout there counts in all processes."""
     waiting = self._waiting[number]._replace(kind="grade", future=None)
     if number % self._processes.count == self._processes.index:
       waiting = waiting._replace(future=self._grade([text], [waiting.asked.problem.reference]))

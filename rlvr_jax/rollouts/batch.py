@@ -1,4 +1,4 @@
-"""Training batches: made from groups, written as files, and reduced for scoring."""
+"""Makes training batches from groups, writes batches to files, and reduces batches for scoring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
   """Permutes rewards and correctness together over valid rollouts; for control experiments.
 
   The batch keeps its distribution of rewards, but the rewards no longer depend on the rollouts.
-  Scores of turns are dropped, since they belong to the tokens of a rollout.
+  Turn scores are dropped, since each score belongs to a token of its rollout.
   """
   order = rng.permutation(np.count_nonzero(batch.valid))
 
@@ -102,8 +102,8 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
   """The groups, each with padding in place of an array that only other groups have.
 
-  Then groups of one turn can be joined with dialogues, and recorded groups with groups of several
-  versions.
+  So groups of one turn can be joined with dialogues, and recorded groups can be joined with groups
+  that several versions have sampled.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [

@@ -1,4 +1,4 @@
-"""Batches in order, from graded groups in any order: everything between a draw and a batch.
+"""Makes batches, in order, from draws of problems and from graded groups that arrive in any order.
 
 A batch has the groups of one draw or, with dynamic sampling, of several draws in a row. Every group
 goes through the store, so that a killed run samples no group twice. All processes of a run call the
@@ -36,20 +36,20 @@ _MAX_CACHED = 16  # batches kept in memory; other batches are read from the stor
 
 
 class DynamicSamplingError(RuntimeError):
-  """A batch could not be filled with groups that are neither all right nor all wrong."""
+  """Too few groups had both right and wrong rollouts to fill a batch."""
 
 
 class FingerprintError(RuntimeError):
-  """A version's rollouts were sampled by a policy with other parameters."""
+  """Rollouts were sampled with other parameters than this trainer has for their version."""
 
 
 class Position(NamedTuple):
-  """The state of drawing problems after a batch, which determines the next batches; JSON."""
+  """The state of drawing problems after a batch; it determines all later batches. JSON."""
 
   number: int = 0  # number of the next batch
   draws: int = 0  # number of draws of problems so far
-  checked_version: int = -1  # version whose log-probabilities were last compared; −1: none
-  problems: Mapping[str, JSON] = {}  # state of the order of problems
+  checked_version: int = -1  # version that was last compared with the trainer; −1: none
+  problems: Mapping[str, JSON] = {}  # state of the iterator over problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Batch:
   Attributes:
     number: the number of the batch, from 0 in the order of sampling.
     groups: P groups, in the order of their sources.
-    after: the position of drawing after this batch.
+    after: the state of drawing problems after this batch.
     draws: number of draws of problems in the batch, more than one with dynamic sampling.
     prompts, tokens: numbers of prompts and tokens sampled for the batch, including dropped groups.
     statistics: metrics of the batch's sampling and grading.
-    timings: seconds and counts of sampling since the last batch; {} for a batch of the store.
+    timings: seconds and counts of sampling since the last batch; {} if read from the store.
     flops: model FLOPs of sampling the batch.
     drawn: a record of how each draw was made, see `Drawn`; () if draws do not depend on the clock.
   """
@@ -148,8 +148,8 @@ class BatchSettings:
     waits_for_all: whether all batches that have begun are completed before the next update. Then no
       batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: values of `Drawn`, except draw, problems and version, with which a later run repeats
-      draws that depend on the clock; {} if draws do not depend on it.
+    how_drawn: the fields of `Drawn` except draw, problems and version. A later run needs these
+      fields to repeat draws that depend on the clock. {} if draws do not depend on the clock.
     about: JSON values about the run, for other runs that read its store.
   """
 
@@ -187,7 +187,7 @@ class _OpenDraw:
   """A draw that waits for its groups."""
 
   draw: Draw
-  state: dict[str, JSON]  # state of the order of problems after the draw
+  state: dict[str, JSON]  # state of the iterator over problems after the draw
   drawn: dict[str, JSON]  # see `Batch.drawn`
   groups: dict[int, Group]  # the groups that have arrived, by index
 
@@ -374,7 +374,7 @@ class Batches:
     return {group.index: group for group in groups}
 
   def _is_of(self, draw: Draw, group: Group) -> bool:
-    """Whether a stored group is the one that would be sampled for this draw."""
+    """Whether a stored group has this draw's problem and source, and this run's policies."""
     if not group.index < len(draw.problems):
       return False
     is_same = group.samples[0].get("prompt") == draw.problems[group.index].question
@@ -382,7 +382,7 @@ class Batches:
     return is_same and group.source == draw.sources[group.index] and all(known)
 
   def _add(self, groups: Sequence[Group]) -> None:
-    """Adds groups to their draws; they survive a kill of the process when this returns."""
+    """Adds groups to their draws; once this returns, the groups survive a kill of the process."""
 
     if not self._inputs.are_kept:
       self._run.on_first(lambda: self._store.write_groups(groups))
@@ -392,7 +392,7 @@ class Batches:
   # --- batches ------------------------------------------------------------------------------------
 
   def _assemble(self) -> bool:
-    """Adds the oldest draw to the next batch if the draw is complete; returns whether it was."""
+    """Adds the oldest draw to the next batch if the draw is complete; False if it is incomplete."""
     number = min(self._open, default=-1)
     if number < 0 or not self._open[number].is_complete:
       return False
@@ -450,9 +450,9 @@ class Batches:
   def _choose(self) -> list[Group] | None:
     """The groups of the next batch; None if dynamic sampling needs another draw.
 
-    Dynamic sampling keeps the groups that are neither all right nor all wrong, in the order in
-    which they were drawn; groups beyond a full batch are dropped. It reads the correctness of valid
-    rollouts, not a shaped reward.
+    Dynamic sampling keeps the groups with both right and wrong rollouts, in the order in which they
+    were drawn; groups beyond a full batch are dropped. Only valid rollouts count. Correctness
+    decides, not the shaped reward.
 
     Raises:
       DynamicSamplingError: there are not enough such groups in `max_draws` draws.
@@ -474,9 +474,9 @@ class Batches:
       solved = np.nanmean(solve_rates(join(with_equal_names(groups))))
       raise DynamicSamplingError(
         f"dynamic sampling: {settings.max_draws} batches of {sum(settings.quotas)} prompts at"
-        f" update {self._place.version} have too few groups that are neither all right nor all"
-        f" wrong (solve rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose,"
-        " in another --workdir, a larger config.batch.group_size or problems that suit the policy"
+        f" update {self._place.version} have too few groups with both right and wrong rollouts"
+        f" (solve rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in"
+        " another --workdir, a larger config.batch.group_size or problems that suit the policy"
         " better"
       )
     return None
@@ -512,7 +512,7 @@ class Batches:
   # --- the store ----------------------------------------------------------------------------------
 
   def _write(self, batch: Batch) -> None:
-    if batch.number in self._store:  # left over behind a damaged or missing batch
+    if batch.number in self._store:  # left over after a damaged or missing batch
       self._store.set_aside(batch.number)
     self._store.write(batch.number, batch.groups, batch.info() | dict(self._settings.about))
     self._store.forget_groups(before=batch.after.draws)
@@ -538,31 +538,34 @@ class Batches:
     return found[0] if found else read_batch(self._store, number)  # in the other processes
 
   def _difference(self, batch: Batch) -> str:
-    """Why other policies than this trainer's have sampled a batch; "" if they have not."""
+    """A message if other policies than this trainer's have sampled a batch; otherwise ""."""
     for version, fingerprint in batch.fingerprints.items():
       known = self._run.fingerprint(version)
       if known != fingerprint:
         return (
-          f"rollouts {batch.number} were sampled by version {version} with fingerprint"
-          f" {fingerprint}, which this trainer has with {known}"
+          f"batch {batch.number} was sampled by version {version} with fingerprint {fingerprint},"
+          f" but this trainer has that version with fingerprint {known}"
         )
     return ""
 
   def _gap(self, batch: Batch) -> str:
-    """Why a batch does not follow the batches before it; "" if it does."""
+    """A message if a batch begins with another draw than the next draw; otherwise ""."""
     first = batch.after.draws - batch.draws
     if first == self._place.draws:
       return ""
-    return f"rollouts {batch.number} begin with draw {first}, not with draw {self._place.draws}"
+    return f"batch {batch.number} begins with draw {first}, not with draw {self._place.draws}"
 
   def _set_aside(self, number: int, why: str) -> None:
     """Sets a batch and all later batches aside in the store, so that they can be made again.
 
     Their groups stay in the store like groups of batches in progress: a group that a policy of this
-    run has sampled is not sampled again. With dynamic sampling in real time they do not stay, since
-    a batch that is sampled again may take other draws, and groups of later draws become too old.
+    run has sampled is not sampled again. With dynamic sampling in real time the groups do not stay,
+    since a batch that is sampled again may take other draws, and groups of later draws become too
+    old.
     """
-    self._run.warn(f"{why}; it and all later batches are set aside, and sampled again if needed")
+    self._run.warn(
+      f"{why}; this batch and all later batches are set aside, and sampled again if needed"
+    )
     settings = self._settings
     are_kept = settings.waits_for_all or not settings.max_draws
     recorded = len(settings.quotas) - 1 if self._inputs.recorded else -1

@@ -8,13 +8,14 @@ A layer with attention has a KV cache. A gated DeltaNet has a state, which a bur
 token to token; the state changes only in running slots.
 
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
-neighbors or the order of requests. So every product has a fixed number of rows and more than one
-column, a burst always begins at a multiple of its length, and blocks of the cache are accumulated
-in order (`ops.decoding`).
+neighbors or the order of requests. To ensure this, every matrix product has a fixed number of rows
+and more than one column, a burst always begins at a multiple of its length, and blocks of the cache
+are accumulated in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply the
-response's cache is computed again, up to a multiple of a burst's length. The next burst repeats the
-tokens after that multiple, and then samples. So the bits do not depend on when a reply came.
+response's cache is computed again, up to the last multiple of a burst's length. The next burst
+repeats the tokens after this multiple, and then samples. So the bits do not depend on the time at
+which a reply came.
 """
 
 from __future__ import annotations
@@ -314,10 +315,10 @@ def prefill(
     recorded = routes.astype(settings.routes.dtype)
   if prompt is None:
     return Prefilled(_to_caches(layers, shape.prompt, settings), states, routes=recorded)
-  # A response begins directly after its prompt, so its places differ by row.
+  # A response begins directly after its prompt, so its positions differ by row.
   room = min(tokens.shape[1], shape.response.tokens)
   places = prompt[:, None] + jnp.arange(-(-room // shape.response.size) * shape.response.size)
-  # Places after the end are never read.
+  # Positions after the end are never read.
   places = jnp.minimum(places, tokens.shape[1] - 1)[..., None, None]
   take_response = lambda x: jnp.take_along_axis(x, places, axis=1)
   prompts = [(k[:, : shape.prompt.tokens], v[:, : shape.prompt.tokens]) for k, v in layers]
@@ -404,13 +405,14 @@ def burst(
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
   The caches do not change within a burst; new keys and values are staged. So the loop carries
-  little, and nothing is copied. Donate `state`.
+  little, and nothing is copied. The caller should donate `state`.
 
   Args:
     params: the result of `Model.decoding_params`.
     state: the state of the slots.
     settings: settings that are compiled into the program.
-    read: the blocks of the caches that a running slot may have reached, also compiled in.
+    read: the blocks of the caches that running slots may have reached; also compiled into the
+      program.
     has_halted: whether slots that are not running keep their caches, for `resume`.
   """
   c, shape, slots = settings.model.config, settings.shape, settings.slots
@@ -695,7 +697,7 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache; heads are copied if each device then has one head.
+  """Number of key/value heads in the cache; heads are copied if each device then has exactly one.
 
   Args:
     heads: the head counts of the layer.

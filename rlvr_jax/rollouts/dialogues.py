@@ -69,7 +69,7 @@ class Dialogues:
     """
     self.settings = settings
     self._tokenizer, self._pool = tokenizer, pool
-    self._started: dict[Place, Future[Started | Failure]] = {}  # resets by place of the rollout
+    self._started: dict[Place, Future[Started | Failure]] = {}  # resets, by `Rollout.place`
 
   def reset(
     self, problems: Sequence[Problem], seeds: Sequence[int]
@@ -126,7 +126,7 @@ class Dialogues:
       if (error := reset.exception()) is not None:
         answer.set_exception(error)
       elif isinstance(started := reset.result(), Failure):
-        # The environment has not read the policy's text, so the failure is its own.
+        # The environment has not read the policy's text, so the text is not to blame.
         answer.set_result(started._replace(kind="failed"))
       else:
         try:
@@ -161,7 +161,7 @@ class Dialogues:
     if not len(tokens):
       detail = f"the reply {turn.reply!r:.100} has no tokens"
       return Grade(Outcome.ENVIRONMENT_REFUSED, detail=detail)
-    # The policy's next turn needs at least one place.
+    # The policy's next turn needs room for at least one token.
     if length + len(tokens) >= len(rollout.arrays["tokens"]):
       return Grade(Outcome.LENGTH_LIMIT)
     return tokens
@@ -188,7 +188,8 @@ class Dialogues:
   def _last_turn(self, rollout: Rollout) -> str:
     """The text of the policy's last turn, which ends the response so far.
 
-    It begins with "<think>" if the text before the turn ends with it, as in some chat templates.
+    The result begins with "<think>" if the text before the turn ends with "<think>", as in some
+    chat templates.
     """
     length = rollout.length
     first = turn_start(rollout, length)
@@ -226,7 +227,7 @@ def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
 
 
 def _without(text: str, cut: str, kept: int) -> str:
-  """The text shortened to `kept` characters, with the note in place of the rest."""
+  """The text shortened to `kept` characters, with the note in place of the removed part."""
   if cut == "tail":
     return text[:kept] + CUT_NOTE
   if cut == "head":
@@ -236,7 +237,7 @@ def _without(text: str, cut: str, kept: int) -> str:
 
 
 def turn_start(rollout: Rollout, length: int) -> int:
-  """The index of the token with which the last turn of a response of this length begins."""
+  """The index of the first token of the last turn, in a response of this length."""
   turns = rollout.arrays["turns"][:length]
   return int(np.argmax(turns == turns[-1]))
 

@@ -17,7 +17,7 @@ from rlvr_jax.types import Array, Params
 
 NOT_SAMPLED = -1  # version of tokens that no policy of the run has sampled
 
-Place: TypeAlias = tuple[int, int, int]  # identifies a rollout: draw, index of group, number in it
+Place: TypeAlias = tuple[int, int, int]  # (draw, index of the group, number in the group)
 
 
 class MissingWeightsError(ValueError):
@@ -104,7 +104,7 @@ class Rollout:
     self.arrays["behavior_logprobs"][new] = logprobs
     self.arrays["versions"][new] = version
     if "turns" in self.arrays:
-      # The policy's turn goes on, or a new one follows a reply, whose number is odd.
+      # The policy's turn goes on, or a new turn follows a reply; turns of replies have odd numbers.
       last = int(self.arrays["turns"][self.length - 1]) if self.length else 0
       self.arrays["turns"][new] = last + last % 2
     self.length, self.stopped = new.stop, stopped
@@ -117,7 +117,7 @@ class Rollout:
     self.length = new.stop
 
   def end(self, *, is_cut_off: bool) -> None:
-    """Sets `stopped` for the dialogue: False if the length limit has cut it off."""
+    """Sets `stopped` for the dialogue: False if the length limit has cut the dialogue off."""
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
@@ -133,8 +133,8 @@ class _Run(NamedTuple):
   """A rollout that has a slot or waits for one."""
 
   rollout: Rollout
-  cached: int = 0  # places of the response in the cache, a multiple of a burst's steps
-  routed: int = 0  # places of the response whose routes are recorded; a burst repeats some of them
+  cached: int = 0  # number of the response's cached tokens, a multiple of a burst's steps
+  routed: int = 0  # number of the response's tokens with recorded routes; a burst may repeat some
   version: int = NOT_SAMPLED  # version of the weights that last computed its cache
 
   def next_token(self) -> int:
@@ -234,7 +234,7 @@ class _Weights:
     if version not in self.loaded:
       raise MissingWeightsError(
         f"version {version} is to sample token {rollout.length} of rollout {rollout.place}, but the"
-        f" engine has versions {sorted(self.loaded)}: give it the weights by `swap` before"
+        f" engine has versions {sorted(self.loaded)}: give the engine these weights by `swap` first"
       )
     return self.loaded[version]
 
@@ -289,7 +289,7 @@ class _Queue:
       self.prefilled += batch
 
   def prefill(self, contexts: list[_Context]) -> tuple[list[_Pending], list[_Context]]:
-    """Prefills the first context, together with others of its kind.
+    """Prefills the first context, together with further contexts of its kind.
 
     Returns:
       The prefilled rollouts, and the contexts that are left.
@@ -314,7 +314,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Moves rollouts back to `waiting` if another version will sample them than prefilled them."""
+    """Moves rollouts back to `waiting` if another version prefilled them than will sample them."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -329,7 +329,7 @@ class _Queue:
     return routes
 
   def _choose(self, contexts: list[_Context]) -> tuple[list[_Context], list[_Context]]:
-    """(the first context and others of its kind, which form a prefill batch; the rest).
+    """(a prefill batch: the first context and further contexts of its kind; the other contexts).
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
@@ -372,8 +372,9 @@ class Engine:
 
     Args:
       programs: the programs that this engine runs.
-      find_stop: (response, number of its tokens that were searched before) → the length with which
-        a stop string ends the turn, None if it does not. None: only stop tokens end turns.
+      find_stop: (response, number of its tokens that were searched before) → the length at which a
+        stop string ends the turn, None if there is no stop string. Without `find_stop`, only stop
+        tokens end turns.
     """
     self.settings: Settings = programs.settings
     self.usage = SlotUsage()
@@ -524,7 +525,7 @@ class Engine:
     return new
 
   def _rebuild(self, state: decoder.State) -> decoder.State:
-    """Computes the caches again of running rollouts that another version samples from now on."""
+    """Recomputes the caches of running rollouts that another version samples from now on."""
     changed = {
       id(run.rollout): (slot, run)
       for slot, run in enumerate(self._slots)
@@ -605,7 +606,7 @@ class Engine:
       self.usage.add_costs(idle_slot_steps=steps * (slots - busy))
 
   def _cut_at_stop_string(self, run: _Run, before: int) -> bool:
-    """Ends a turn at its stop string; returns False if it has no stop string."""
+    """Ends a turn at its stop string; returns False if the turn has no stop string."""
     length = None if self._find_stop is None else self._find_stop(run.rollout, before)
     if length is None:
       return False

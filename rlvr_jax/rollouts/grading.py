@@ -1,4 +1,4 @@
-"""From rollouts and their grades to graded groups, and the statistics of a draw of groups."""
+"""Makes graded groups from rollouts and their grades, and statistics from the groups of a draw."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Grading:
     return found
 
   def _turns(self, tokens: np.ndarray, turns: np.ndarray, scores: np.ndarray) -> dict[str, JSON]:
-    """The texts of the turns, alternately of policy and environment, and scores if any."""
+    """The texts of the turns, alternately of policy and environment; and turn scores, if any."""
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
     parts = np.split(tokens, starts[1:])
     found: dict[str, JSON] = {"turns": [self.tokenizer.decode(part.tolist()) for part in parts]}
@@ -170,7 +170,7 @@ def prompt_arrays(prompt: np.ndarray, length: int, pad_token: int) -> dict[str, 
 
 
 def sampled_places(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-  """bool[..., T], the tokens of the policy, without an environment's tokens."""
+  """bool[..., T], True at the policy's tokens; False at an environment's tokens and at padding."""
   places = np.arange(arrays["tokens"].shape[-1]) < arrays["lengths"][..., None]
   return places & (arrays["turns"] % 2 == 0) if "turns" in arrays else places
 
@@ -208,7 +208,7 @@ def draw_statistics(
 
   Args:
     arrays: the arrays of P groups.
-    samples: the samples of their rollouts.
+    samples: the records of all rollouts of the groups.
   """
   outcomes = [sample["outcome"] for sample in samples]
   statistics = {

@@ -1,4 +1,4 @@
-"""Policies and draws, which samplers take; graded groups, which they return; files of groups.
+"""Types for samplers, which take policies and draws and return graded groups; files of groups.
 
 `ARRAYS` lists every array that a group may have. Cutting and restoring padding, joining groups of
 different widths, and storing groups follow this list.
@@ -23,7 +23,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-if TYPE_CHECKING:  # they load jax, which files of groups do not need
+if TYPE_CHECKING:  # these modules load jax, which files of groups do not need
   from rlvr_jax.data import Problem
   from rlvr_jax.storage.files import JSON, JsonObject
   from rlvr_jax.types import Params
@@ -33,10 +33,10 @@ MAX_BYTES = 2**36  # the most bytes of the arrays in a file, padding included
 PAD_TOKEN = None  # padding of token ids: the tokenizer's padding token, recorded in files of groups
 _METADATA = "rlvr_jax"  # name of the only text in a file's metadata
 _START = re.compile(rb'.{8}{"__metadata__":{"rlvr_jax":"crc32 ([0-9a-f]{8}) ', re.DOTALL)
-_UNSET = "crc32 00000000 "  # stands in the file while its checksum is computed
+_UNSET = "crc32 00000000 "  # stands for the file's checksum while the checksum is computed
 _ARRAY_NAME = re.compile(r"([0-9]+)\.([a-z_.]+)")  # index of the group in the file, and name
 _SAMPLES = "samples"  # name of a group's samples among its arrays
-_MAX_HEADER_BYTES = 10**8  # the limit of the library
+_MAX_HEADER_BYTES = 10**8  # the limit of safetensors
 _PADDED = ("S", "T")  # the axes with padding
 
 
@@ -99,9 +99,9 @@ class Kind(NamedTuple):
 
   The layout names the array's axes; arrays that share an axis have the same size there:
 
-    G  rollouts                                     S  places of the prompt, padded on the left
-    T  places of a response, padded on the right    layers, experts  of a mixture's recorded routes
-    graders  whose scores are rewards by name
+    G  rollouts                                     S  tokens of the prompt, padded on the left
+    T  tokens of a response, padded on the right    layers, experts  of a mixture's recorded routes
+    graders  the columns of `rewards_by_name`
   """
 
   layout: str  # "" for a single value
@@ -148,7 +148,8 @@ def check_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
   """Checks the arrays of a group against `ARRAYS` and returns the sizes of its axes, by name.
 
   Raises:
-    ValueError: a name is unknown, or shapes do not have the layouts or differ in an axis.
+    ValueError: a name is unknown, a shape does not have the axes of its layout, or an axis has
+      different sizes in two arrays.
     TypeError: an array has another dtype.
   """
   sizes: dict[str, int] = {}
@@ -188,8 +189,8 @@ def pad(
 
   Args:
     arrays: by name, as `ARRAYS` lists them.
-    S: the new number of places for prompts, at least the present number.
-    T: the new number of places for responses, at least the present number.
+    S: the new size of the prompts' axis, at least the present size.
+    T: the new size of the responses' axis, at least the present size.
     pad_token: the token id used as padding.
   """
   sizes = {"S": S, "T": T}
@@ -293,7 +294,7 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], Jso
   view = memoryview(data)
   found = _START.match(view[:64])
   if found is None:
-    raise DamagedError(f"the {len(data)} bytes are not those of a file of groups")
+    raise DamagedError(f"the {len(data)} bytes are not a file of groups")
   start, end = found.span(1)
   checksum = zlib.crc32(view[end:], zlib.crc32(b"00000000", zlib.crc32(view[:start])))
   if f"{checksum:08x}".encode() != found[1]:
@@ -338,7 +339,7 @@ def _read_content(header: bytes) -> JsonObject:
 
 @contextlib.contextmanager
 def _as_format_errors() -> Iterator[None]:
-  """Converts errors about contents that are undamaged, but not as this version writes them."""
+  """Raises FormatError for errors about undamaged content that this version does not write."""
   try:
     yield
   except FormatError:
@@ -378,7 +379,8 @@ def _find_lengths(
 ) -> tuple[dict[str, list[int]], dict[str, int]]:
   """(lengths by axis, pad tokens by name), with which `_restore` restores the arrays exactly.
 
-  A row's length is the last place at which an array differs from its padding.
+  A row's length is the number of tokens up to the last token at which an array differs from its
+  padding.
   """
   lengths: dict[str, np.ndarray] = {}
   pad_tokens: dict[str, int] = {}

@@ -1,14 +1,15 @@
 """Packs the rollouts of a batch into rows of a fixed number of tokens, to reduce padding.
 
-A row has each prompt of its rollouts once, followed by those rollouts. The last token of a prompt
-predicts the first token of each of its rollouts, so each rollout begins with a copy of it: a prompt
-of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place of a rollout predicts
-one of its tokens. Tokens that are not in the loss, such as an environment's, take places too, but
-no place predicts them. Tokens after a rollout's last loss token take no places.
+A row has one or more prompts, each followed by rollouts of the prompt. The last token of a prompt
+predicts the first token of every rollout. So this token is left out of the prompt, and each rollout
+begins with a copy of it. A prompt of s tokens takes s − 1 positions. A rollout of t tokens takes t
+positions, and each position predicts one token of the rollout. Tokens that are not in the loss,
+such as an environment's tokens, also take positions, but no position predicts these tokens. Tokens
+after a rollout's last loss token take no positions.
 
 The number of rows in a micro-batch is a multiple of the number of devices. The last micro-batch may
-be nearly empty, so up to two micro-batches of short rows may take its place; an update computes
-only a third of a short row.
+be nearly empty, so up to two micro-batches of short rows may replace it; an update computes only a
+third of a short row.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
 
 Size = TypeVar("Size", int, np.ndarray)
 
-_MAX_INT32 = 2**31 - 1  # the largest index of a place
+_MAX_INT32 = 2**31 - 1  # the largest index of a position
 _MOST_SHORT = 2  # micro-batches of short rows; three would cost nearly a whole micro-batch
 
 
 class RowLayout(NamedTuple):
   """Sizes of rows and micro-batches; the same for every batch of a run."""
 
-  length: int  # places of a row
+  length: int  # positions of a row
   alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
   devices: int  # number of devices that the rows of a micro-batch are split over
   rows_per_device: int  # rows of a micro-batch on each device
   max_micro_batches: int  # micro-batches that arrays have room for
-  has_short_rows: bool = False  # whether the last micro-batches may have rows of `short_row` places
+  has_short_rows: bool = False  # whether the last micro-batches may have short rows
 
   @property
   def device_places(self) -> int:
-    """Places of a micro-batch on each device."""
+    """Positions of a micro-batch on each device."""
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Number of places that an update computes in micro-batches, some of which have short rows."""
+    """Number of positions that an update computes; `short` micro-batches have short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
@@ -57,7 +58,7 @@ class Row(NamedTuple):
   """A row with its rollouts."""
 
   blocks: dict[int, list[int]]  # prompt → indices of its rollouts, in their order in the row
-  used: int  # places, including alignment
+  used: int  # positions, including alignment
   is_short: bool = False
 
 
@@ -84,18 +85,19 @@ def row_layout(
   """The row layout that has room for every batch of these sizes.
 
   Args:
-    length: places of a row, at least `min_row_length`.
+    length: positions of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
     devices: number of devices over which rows are split.
-    tokens_per_micro_batch: places on each device, rounded down to whole rows; at least one row.
+    tokens_per_micro_batch: positions on each device, rounded down to whole rows; at least one row.
     has_short_rows: whether the last micro-batches may have short rows. They have none if every
       batch is one micro-batch.
   Raises:
-    ValueError: no batch of these sizes has a row for every device, or a batch has too many places.
+    ValueError: no batch of these sizes has a row for every device, or a batch may need too many
+      positions.
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
-  # Rows number at most 2 · total / length + 1, since the contents of no two rows fit into one row.
+  # There are at most 2 · total / length + 1 rows, since no two rows' contents fit into one row.
   total = prompts * group_size * (prompt + rollout)
   max_rows = prompts * _rows_per_group(group_size, length - prompt, rollout)
   max_rows = min(max_rows, 2 * -(-total // length) + 1)
@@ -112,8 +114,8 @@ def row_layout(
   places = max_micro_batches * devices * rows_per_device * length
   if places > _MAX_INT32:
     raise ValueError(
-      f"config.batch: {prompts} prompts with {group_size} rollouts each may need {places} places in"
-      f" rows of {length} tokens, at most {_MAX_INT32}; lower batch.prompts, batch.group_size or"
+      f"config.batch: {prompts} prompts with {group_size} rollouts each may need {places} positions"
+      f" in rows of {length} tokens, at most {_MAX_INT32}; lower batch.prompts, batch.group_size or"
       " batch.tokens_per_row"
     )
   return RowLayout(
@@ -152,14 +154,14 @@ def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
 
   Args:
     group_size: G.
-    free: places of a row beside the prompt.
-    rollout: places of the longest rollout.
+    free: positions of a row after the prompt.
+    rollout: positions of the longest rollout.
   """
   return min(-(-group_size // (free // rollout)), group_size)
 
 
 def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
-  """Places in a row that the longest prompt and one of its longest rollouts take."""
+  """Positions in a row that the longest prompt and a rollout of maximum length take."""
   return _round_up(max_prompt_length - 1, alignment) + _round_up(max_response_length, alignment)
 
 
@@ -169,13 +171,13 @@ def assign_rows(
   """Assigns rollouts to rows, deterministically; the order of prompts and rollouts breaks ties.
 
   Groups are taken by descending number of tokens, and the rollouts of a group by descending length;
-  ties are broken by index. A rollout goes into the fullest row that has its prompt and room; else
-  into the fullest row that has room for both; else into a new row.
+  ties are broken by index. A rollout goes into the fullest row that has its prompt and room for the
+  rollout; else into the fullest row that has room for rollout and prompt; else into a new row.
 
   Args:
     prompt_lengths: i[P], tokens, at least 1.
-    response_lengths: i[P, G], tokens; an empty rollout takes no place.
-    length: places of a row.
+    response_lengths: i[P, G], tokens; an empty rollout takes no position.
+    length: positions of a row.
     alignment: a prompt ends, and a rollout begins, at a multiple of this.
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
@@ -195,13 +197,14 @@ def _assign(
 ) -> list[Row] | None:
   """The result of `assign_rows`, with at most `most_whole` whole rows; all further rows are short.
 
-  Rollouts that fit in no short row are assigned first. None if one of them finds no whole row.
+  Rollouts that fit in no short row are assigned first. Returns None if no whole row has room for
+  one of these rollouts.
   """
   prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
   prompt_places = _round_up(prompts - 1, alignment)
   rollout_places = _round_up(responses, alignment)
   if (most := int((prompt_places[:, None] + rollout_places).max())) > length:
-    raise ValueError(f"a rollout with its prompt takes {most} places, a row has {length}")
+    raise ValueError(f"a rollout with its prompt takes {most} positions, but a row has {length}")
   groups = np.argsort(-(prompts + responses.sum(1)), kind="stable")
   of_group = np.argsort(-responses, axis=1, kind="stable")
   order = [(p, g) for p in groups.tolist() for g in of_group[p].tolist() if responses[p, g] > 0]
@@ -212,7 +215,7 @@ def _assign(
   rows: list[dict[int, list[int]]] = []
   sizes: list[int] = []
   free: list[int] = []
-  by_room: list[tuple[int, int]] = []  # (free places, row), ascending
+  by_room: list[tuple[int, int]] = []  # (free positions, row), ascending
   rows_of: dict[int, list[int]] = collections.defaultdict(list)  # by prompt
   for p, g in order:
     places, prompt = of_rollout[p][g], of_prompt[p]
@@ -431,7 +434,7 @@ def pack(
 
 
 def computed_rows(packed: Packed) -> list[Rows]:
-  """The rows that an update computes, empty rows included, as one or two arrays [R, places].
+  """The rows that an update computes, empty rows included, as one or two arrays [R, positions].
 
   Args:
     packed: NumPy arrays.

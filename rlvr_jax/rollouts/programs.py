@@ -176,7 +176,7 @@ class EnginePrograms:
   Attributes:
     settings: the settings that are compiled into the programs.
     programs: jitted functions, run by `load` and an `Engine`.
-    compiled: chooses among the versions of a program.
+    compiled: `jit`, and the programs that have several compiled versions.
     max_prompt_length: S, tokens.
     pad_token: the token that fills responses after their end.
     to_host: a tree of device arrays → NumPy arrays.
@@ -206,8 +206,8 @@ class EnginePrograms:
     Args:
       model: the model of the policy, on the mesh that generates.
       sampling: the distribution to sample from.
-      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices, and
-        of their cores if a kernel splits slots over them.
+      slots: responses decoded at a time; rounded up to a multiple of the number of devices over
+        which the slots are split, or of these devices' cores if a kernel splits slots over cores.
       prefill_rows: the most prompts that are prefilled at a time; rounded up in the same way.
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: the tokens that end a response.

@@ -19,7 +19,7 @@ class RecordedGroups:
 
   Attributes:
     numbers: the numbers of the batches.
-    truncated: whether top-k, top-p or min-p truncated a distribution from which they were sampled.
+    truncated: whether top-k, top-p or min-p truncated the distribution that sampled a batch.
     shaped: whether rewards may differ from 0 and 1.
   """
 
@@ -69,7 +69,7 @@ class RecordedGroups:
       if stored_values != [value]:
         raise StoreError(
           f"the store {directory} has rollouts of {name} = {stored_values}, this run has {value!r}:"
-          " set it to what the store has, or choose another store"
+          " set this run's value to the store's, or choose another store"
         )
     stored_routes = {tuple(info["routes"]) if "routes" in info else None for info in infos}
     if routes is not None and stored_routes != {routes}:

@@ -1,8 +1,8 @@
 """Samplers: `LocalSampler` works in the thread that calls it, `ThreadSampler` in its own thread.
 
 A sampler is offered policies and asked for groups of draws; it returns graded groups in any order.
-The content of a rollout depends only on its draw, its place in the draw and its policy. The time
-of sampling and the other rollouts in the slots have no effect.
+The content of a rollout depends only on its draw, its index in the draw and its policy. The time of
+sampling and the other rollouts in the slots have no effect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlvr_jax.types import Array, Params
 
 # Values of `config.fleet.new_weights`: what happens to responses in progress when new weights come.
 FINISH = "finish"  # a response ends with the weights that it began with
-SWITCH = "switch"  # it goes on with the new weights, and keeps the cache of the old weights
-RECOMPUTE = "recompute"  # it goes on with the new weights, which first compute its cache again
+SWITCH = "switch"  # a response goes on with the new weights, and keeps the cache of the old weights
+RECOMPUTE = "recompute"  # a response goes on with the new weights, which first recompute its cache
 CHOICES = (FINISH, SWITCH, RECOMPUTE)
 
-ROLLOUT = "rollout"  # the purpose of the randomness of training, see `ops.keys`
+ROLLOUT = "rollout"  # the purpose of the random keys of training, see `ops.keys`
 PATIENCE_S = 1.0  # the most seconds that a burst waits for replies that could fill idle slots
 _CLOSING_S = 10.0  # limit on the wait for a burst in progress when a run ends
 _IF_LATE = (
@@ -216,8 +216,8 @@ class LocalSampler:
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
     oldest = min([needed, *(begun.draw.version for begun in self._begun.values())])
-    # Groups in progress need the fingerprints of older policies. Versions from this one on were
-    # offered by a trainer whose last updates were lost.
+    # Groups in progress need the fingerprints of older policies. Known versions from the new
+    # version on belong to updates that were lost, and are dropped.
     self._policies = {
       version: known if version >= needed else known._replace(params={})
       for version, known in self._policies.items()
@@ -306,7 +306,7 @@ class LocalSampler:
     """Runs one burst, if there is anything to decode; then handles the answers that have arrived.
 
     Returns:
-      Whether there was a burst or an answer; the same in all processes.
+      Whether there was a burst or an answer. All processes return the same value.
     """
     before, lane = len(self._finished), self._active_lane()
     with self._meter.step(self._answers.counts):

@@ -46,7 +46,8 @@ class Source(NamedTuple):
   pin: JSON = None
   of_this_run: bool = True  # whether its parameters derive from the trained policy's parameters
   # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
-  # samples with the policy's own parameters must agree with the trainer; others must be finite.
+  # samples with the policy's own parameters must agree with the trainer; the gap of any other
+  # source must be finite.
   max_gap: float = sys.float_info.max
   raw: bool = False  # whether behavior log-probabilities are recorded at temperature 1
 

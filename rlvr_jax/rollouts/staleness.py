@@ -32,7 +32,7 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """Facts about a draw that a batch does not contain, with which another run repeats it; JSON."""
+  """Facts about a draw that its batch does not contain, but that a repetition needs; JSON."""
 
   draw: int  # number of the draw
   problems: dict[str, JSON]  # state of the iterator over problems before the draw
@@ -110,7 +110,7 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """Why a batch differs from the recorded batch; "" if it does not, or if an earlier one did.
+    """How a batch differs from the recorded batch; "" if it does not, or if an earlier batch did.
 
     Args:
       number: the number of the batch.
@@ -121,7 +121,7 @@ class RecordedRun:
       known = recorded.get(version)
       if not self._differs and known is not None and known != fingerprint:
         self._differs = True
-        return f"version {version} has fingerprint {fingerprint}, there it has {known}"
+        return f"version {version} has fingerprint {fingerprint} here, but {known} there"
     return ""
 
   def drawn(self, draw: int) -> Drawn | None:
@@ -185,7 +185,7 @@ class Schedule(NamedTuple):
   first: Callable[[int], int]  # t → lowest number of a batch that update t or a later update needs
   threaded: bool = False  # whether sampling goes on during updates: the clock then decides the lags
   stage_length: int | None = None  # updates per stage, for the stage metrics
-  open_ended: bool = False  # whether a larger num_updates keeps earlier updates' plan
+  open_ended: bool = False  # whether the plan of early updates is the same for a larger num_updates
   recorded: RecordedRun | None = None  # the run whose batches are sampled again
 
   def samples(self, version: int) -> int:
@@ -202,7 +202,8 @@ class Schedule(NamedTuple):
 
     Args:
       batch: number of the batch.
-      update: the update before which the batch has begun; None: update `batch`, which trains on it.
+      update: the update before which the batch has begun; None: the update of number `batch`, which
+        trains on this batch.
     """
     last = batch if update is None else update
     for version in range(last + 1):
@@ -261,7 +262,7 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
 
 
 def same_number(update: int) -> int:
-  """The number of the update, as number of its batch: every batch is used once, in order."""
+  """The batch with the update's own number, so that every batch is used once, in order."""
   return update
 
 
@@ -349,12 +350,12 @@ def simulated_asynchronous(
 ) -> Schedule:
   """Simulates the lags of an asynchronous run reproducibly, without dependence on the clock.
 
-  b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}, since a
-  first-in, first-out queue never returns an older policy's batch after a newer one's. So the lag of
-  update t is min_{k ≥ 0} (l_{t−k} + k). The lag is at least j with probability Π_{i=1}^{j} (1 −
-  i/(L+1)) for j ≤ L ≤ t: all lags occur, but the longest lag is rare. `recorded` instead replays
-  the problems, keys and versions per token of a run. A batch is then sampled once its newest
-  version exists.
+  b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}. The inner
+  maximum models a first-in, first-out queue, in which versions never decrease. So the lag of update
+  t is min_{k ≥ 0} (l_{t−k} + k). The lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1))
+  for j ≤ L ≤ t: all lags occur, but the longest lag is rare. `recorded` instead replays the
+  problems, keys and versions per token of a run. A batch is then sampled once its newest version
+  exists.
 
   Args:
     max_lag: L ≥ 0, updates; also a bound on recorded lags.

@@ -160,7 +160,7 @@ class RolloutStore:
 
     Raises:
       TornShardError: the batch is missing or not as it was written.
-      StoreError: another version wrote it.
+      StoreError: the batch has a format that this version of the package does not read.
     """
     with self._explain_damage(number):
       groups, info = decode(self._get(_name(number)))
@@ -254,7 +254,7 @@ class RolloutStore:
   # --- groups of batches in progress ------------------------------------------------------------
 
   def write_groups(self, groups: Sequence[Group]) -> None:
-    """Writes groups of batches in progress; then they survive a kill of the process."""
+    """Writes groups of batches in progress, which then survive a kill of the process."""
     self._check_writable()
 
     def write(group: Group) -> None:
@@ -369,7 +369,7 @@ class RolloutStore:
       raise
     except (DamagedError, OSError) as error:
       if isinstance(error, OSError) and error.errno != errno.EIO:
-        raise  # a limit of this process, such as on open files, is no damage
+        raise  # a limit of this process, such as the limit of open files, is no damage
       raise TornShardError(
         f"batch {number}, {path}, is missing or not as it was written: {error}. Rerun its run,"
         " which samples the batch again if it is still needed, or put back a copy of the file."

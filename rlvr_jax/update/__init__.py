@@ -1,4 +1,4 @@
-"""One update of the policy as a pure function: `step` is the algorithm, other files its parts."""
+"""One update of the policy as a pure function; `step` is the algorithm and uses the other files."""
 
 __all__ = [
   "accumulate",

@@ -1,9 +1,9 @@
 """The gradient of an update, from one micro-batch or accumulated over several micro-batches.
 
 Phase 1, without gradient, computes coefficients, and the statistics of the full batch that the
-reweighting and the loss need. Phase 2, with gradient, takes both as constants and adds up undivided
-sums over micro-batches. If every batch of the run is one micro-batch, one forward pass serves both
-phases, see `rows_if_accumulating`.
+reweighting and the loss need. Phase 2, with gradient, takes these coefficients and statistics as
+constants, and adds up undivided sums over micro-batches. If every batch of the run is one
+micro-batch, one forward pass serves both phases, see `rows_if_accumulating`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def update_gradient(
   method: Method,
   teacher: Any = None,
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """The surrogate loss f32[] with metrics, and the loss's gradient, of one update, by both phases.
+  """One update's surrogate loss f32[] with metrics, and the gradient of this loss.
 
   Args:
     trained: the parameters with respect to which the gradient is taken.
@@ -86,7 +86,7 @@ def first_phase(
   method: Method,
   teacher: Any = None,
 ) -> Constants:
-  """Phase 1 under accumulation, with a separate forward pass if `method.has_first_phase`."""
+  """The constants of phase 1; it runs a separate forward pass if `method.has_first_phase`."""
   scores, forward = None, None
   if method.has_first_phase:
     scores, forward = batch_forward(
@@ -124,7 +124,7 @@ def batch_forward(
   squares: bool = False,
   teacher: Any = None,
 ) -> tuple[Scores, Forward | None]:
-  """The results of `policy_forward` for a full batch, micro-batch by micro-batch."""
+  """The results of `policy_forward` for a full batch, computed micro-batch by micro-batch."""
   part = functools.partial(
     policy_forward,
     trained,
@@ -143,7 +143,7 @@ def batch_forward(
   def add(index, total, length):
     (scores, forward), (more_scores, more_forward) = total, part(index, length=length)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
-    # A token's values are 0 in all micro-batches except its own.
+    # A token's values are 0 in all micro-batches except the token's own.
     return jax.tree.map(jnp.add, scores, more_scores), jax.tree.map(put, forward, more_forward)
 
   scores, forward = jax.eval_shape(part)
@@ -169,7 +169,7 @@ def second_phase(
   gradient of one batch.
   """
   method = method._replace(gram=None)  # phase 1 has used it
-  # `update_gradient` adds the metrics of phase 1 once, since they are those of the full batch.
+  # `update_gradient` adds the metrics of phase 1 once, since these cover the full batch.
   without_metrics = constants._replace(metrics={})
 
   def micro(index, length=None):
@@ -234,7 +234,8 @@ def micro_gradient(
   Args:
     batch: the batch, with a mask that is 0 for the tokens of other micro-batches.
     index: the index of the micro-batch.
-    constants_of: (scores, results that the Gram matrix needs, or None) → constants.
+    constants_of: maps the scores, and the `Forward` that the Gram matrix needs or None, to
+      constants.
     length, squares, teacher: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(

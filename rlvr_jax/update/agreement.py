@@ -1,4 +1,4 @@
-"""Compares a sampler with an update: log-probabilities, and how often tokens are drawn."""
+"""Compares a sampler with an update, by log-probabilities and by how often tokens are drawn."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
-    lengths: i32[P, G], tokens of each response; tokens after these use no experts.
+    lengths: i32[P, G], number of tokens of each response; later tokens use no experts.
     prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
       choose.
     model: provides `combine`, `response_hidden` and `head`.
-    sampling: the distribution.
+    sampling: the distribution whose log-probabilities are computed.
   """
   params = model.combine(trained, frozen)
   taken = None
@@ -53,7 +53,7 @@ class Draws(NamedTuple):
   """Counts of drawn tokens in each of the n probability bins `ops.logprobs.PROBABILITY_BINS`."""
 
   drawn: Array  # f32[n], number of drawn tokens
-  expected: Array  # f32[n], expectation of `drawn` under the distributions that were drawn from
+  expected: Array  # f32[n], expectation of `drawn`, from the total probability of each bin
   variance: Array  # f32[n], variance of `drawn`
 
 
@@ -83,7 +83,7 @@ def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> D
 
 
 def draw_z(draws: Draws) -> Array:
-  """The largest |drawn − expected|/√variance, f32[], of bins with variance ≥ 5, or 0 without any.
+  """f32[]: the largest |drawn − expected|/√variance of bins with variance ≥ 5; 0 without such bins.
 
   Draws are independent given the preceding tokens. So, without a bug, each bin's value is
   approximately the absolute value of a standard normal variable.
@@ -95,7 +95,7 @@ def draw_z(draws: Draws) -> Array:
 def behavior_gap(
   trained: Params, frozen: Params, batch: TrainBatch, *, method: Method, sampling: Sampling
 ) -> Gap:
-  """Compares the log-probabilities of rollouts, and how often tokens were drawn; pure.
+  """Compares rollouts with an update, by log-probabilities and by counts of drawn tokens; pure.
 
   p is the probability that an update computes, by the same forward pass over packed rows. Under
   truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding; such

@@ -58,7 +58,7 @@ def measure(
   """Measures the geometry of the next update of `state` on `batch`; pure.
 
   Args:
-    frozen: the parameters that are not trained; {} if all are.
+    frozen: the parameters that are not trained; {} if all parameters are trained.
     initial: the trained parameters before the first update.
     teacher: as for `step.train_step`.
     method: the components of the update.
@@ -67,12 +67,12 @@ def measure(
     compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
       compared with the result of `gram`. "" for no comparison.
   Returns:
-    Scalars, see `geometry.diagnostics`; scalars of the other feature have its name as suffix. For
-    a mixture of experts also the largest load of each layer and the share of recorded choices that
-    have changed. And arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not
-    divided by B = P·G), f32[P, G] coefficients before and after the reweighting, rewards and
-    lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the number of tokens that chose
-    each expert; and the arrays of `of_tokens`.
+    Scalars and arrays. Scalars: see `geometry.diagnostics`; the names of the other feature's
+    scalars end in the feature's name. A mixture of experts adds each layer's largest load, and the
+    share of recorded choices that have changed. Arrays: the Gram matrices f32[B, B] of rollout
+    gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients before and after the
+    reweighting, rewards and lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the
+    number of tokens that chose each expert; and the arrays of `of_tokens`.
   """
   params, context = state.params, method.gram_context
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
@@ -132,8 +132,8 @@ def of_tokens(
     token_clipped: bool, whether a bound of the loss took effect; f32 in [0, 1] for a loss with a
       smooth bound.
     token_dropped, token_vetoed: bool, whether the correction or the veto excluded the token. The
-      means of these three marks are the metrics in `MARKS`. A mark that the method cannot make is
-      absent.
+      means of these three marks are the metrics in `MARKS`. A mark is absent if the method does not
+      make it.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {
@@ -151,7 +151,7 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change since the start, W_t − W_0, and its share of the total change."""
+  """Metrics of the head's change W_t − W_0: its rank-one fraction and its share of all changes."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

@@ -139,11 +139,11 @@ class Scores(NamedTuple):
   changes: RouteChanges | None = None  # changes of routes since sampling, if routes are recorded
   masses: tuple[Array, ...] | None = None  # f32[P, G, T] for each of PROBABILITY_BINS
   squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
-  taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if the pass makes it
+  taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if there is one
 
 
 class Estimate(NamedTuple):
-  """The results of the advantage for a batch, constant for differentiation."""
+  """The results of the advantage estimator for a batch; differentiation takes them as constants."""
 
   coefficients: Array  # f32[P, G], a coefficient per rollout
   in_loss: Array  # f32[P, G] or f32[P, G, T], the coefficients for the loss, before a reweighting
@@ -167,7 +167,7 @@ class Balance(NamedTuple):
   """The balance loss of experts as a linear function of their probabilities."""
 
   weights: Array  # [layers, E], see `ops.expert_load.balance_weights`
-  scale: Array  # f32[], coefficient × the full batch's weight, by which the sum is divided later
+  scale: Array  # f32[], coefficient × the full batch's weight; the total is later divided by it
 
 
 def policy_forward(
@@ -190,12 +190,12 @@ def policy_forward(
     sampling: the distribution to score; None: π, the policy at `method.temperature`.
     masses: whether to compute the total probability of each probability bin.
     squares: whether to compute the sums of squared probabilities.
-    length: the number of leading places of each row to compute, static; the rest must be empty.
-      None: all places.
+    length: how many of the first positions of each row to compute, static; later positions must be
+      empty. None: all positions.
     teacher: (trained, frozen) parameters of the teacher with which the method compares the policy;
       None for no comparison.
   Returns:
-    The scores; and the results that the Gram matrix needs, with M = 1, or None.
+    The scores; and a `Forward` with M = 1 if the Gram matrix needs the pass's results, else None.
   """
   params = method.model.combine(trained, frozen)
   is_mixture = method.model.config.num_experts > 0
@@ -282,10 +282,10 @@ def _routing_of(
 def recorded_routes(
   batch: TrainBatch, micro_batch: Array | int = 0, length: int | None = None
 ) -> Array | Routes | None:
-  """The sampler's routes as the network takes them; None if they are not recorded.
+  """The sampler's routes in the form that the network takes; None if no routes are recorded.
 
-  For packed rows they are an array [R, length, layers, k] for the first `length` places of a
-  micro-batch's rows; for a padded batch they are `Routes`.
+  For a packed batch the routes are an array [R, length, layers, k], for the first `length`
+  positions of a micro-batch's rows. For a padded batch the routes are `Routes`.
   """
   if batch.packed is not None and batch.packed.routes is not None:
     routes = jax.lax.dynamic_index_in_dim(batch.packed.routes, micro_batch, keepdims=False)
@@ -296,20 +296,20 @@ def recorded_routes(
 
 
 def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
-  """Recorded routes, moved from the predicted tokens to the input tokens that predict them."""
+  """Moves each recorded route from the predicted token to the input token that predicts it."""
   prompts = jnp.concatenate([prompt_routes[:, :-1], routes[:, 0, :1]], axis=1)
   last = jnp.zeros_like(routes[:, :, :1])  # predicts nothing
   return Routes(prompts, jnp.concatenate([routes[:, :, 1:], last], axis=2))
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
-  """For each response token, whether this micro-batch predicts it, bool[P, G, T]."""
+  """Whether this micro-batch predicts a response token, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
 
 
 def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
-  """For each place of a micro-batch's rows, whether it predicts a token, bool[R, L]."""
+  """Whether a position of a micro-batch's rows predicts a response token, bool[R, L]."""
   _, R, L = packed.tokens.shape
   is_inside = in_micro_batch(packed, micro_batch)
   places = jnp.where(is_inside, packed.places - micro_batch * R * L, R * L)
@@ -319,11 +319,12 @@ def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
 def select_rows(
   packed: Packed, micro_batch: Array | int, length: int | None = None
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Selects the rows of one micro-batch, or their first `length` places; the rest must be empty.
+  """Selects one micro-batch's rows, or their first `length` positions if later ones are empty.
 
   Returns:
-    Tokens and targets, i32[R, length]; their `Rows`; and a function from values [R, length] to
-    [P, G, T], the values of the response tokens, 0 for tokens of other micro-batches.
+    Tokens and targets, i32[R, length]; the `Rows` of these positions; and a function that maps
+    values [R, length] to the values [P, G, T] of the response tokens, 0 for tokens of other
+    micro-batches.
   """
   _, R, L = packed.tokens.shape
   tokens, targets, rows = jax.tree.map(
@@ -341,7 +342,7 @@ def select_rows(
 
 
 def _lengthen(values: Array, length: int | None) -> Array:
-  """Values of the first places of rows, padded with zeros to [R, length, …]."""
+  """Pads the values of rows' first positions with zeros to [R, length, …]; None adds no zeros."""
   missing = 0 if length is None else length - values.shape[1]
   return jnp.pad(values, [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2))
 
@@ -350,7 +351,8 @@ def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> 
   """Folds a step over the micro-batches of a batch; micro-batches with whole rows come first.
 
   Args:
-    step: (index of the micro-batch, value, length=computed places of its rows) → next value.
+    step: (index of the micro-batch, value, length=how many positions of each row to compute) → next
+      value.
     start: the first value.
   """
   L = packed.tokens.shape[-1]
@@ -383,10 +385,10 @@ def make_constants(
   *,
   method: Method,
 ) -> Constants:
-  """The loss's constants, from the forward pass of the full batch if `method` needs it.
+  """The constants of the loss, from a forward pass over the full batch if `method` needs that pass.
 
   Args:
-    estimate: gets the batch with the policy's values that the advantage needs.
+    estimate: maps the batch, with the policy's values that the advantage needs, to coefficients.
     key: the key for the randomness of a reweighting.
   """
   scores, forward = jax.lax.stop_gradient((scores, forward))
@@ -398,7 +400,7 @@ def make_constants(
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
   estimated = estimate(_with_measured(batch, scores, gram, method))
   coefficients = estimated.in_loss
-  if coefficients.ndim == 2:  # of tokens: there is no reweighting, see `Advantage.per_token`
+  if coefficients.ndim == 2:  # a coefficient per token has no reweighting, see `Advantage`
     coefficients, reweighting_metrics = method.reweighting.on_batch(
       coefficients, gram, batch.valid, key
     )
@@ -456,11 +458,11 @@ def loss_statistics(
 def policy_losses(
   logprobs: Array, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, Array, Array, Metrics]:
-  """The results of loss and veto: (coefficients, losses [P, G, T], mask to aggregate, metrics).
+  """The results of loss and veto: (coefficients, losses [P, G, T], mask for aggregation, metrics).
 
-  Metrics keep the marks of tokens, see `types.Mean`. Coefficients and losses include the teacher's
-  part. A vetoed token loses its reward part and its teacher part, whether or not it stays in the
-  denominator.
+  Metrics keep their values per token, see `types.Mean`. Coefficients and losses include the
+  teacher's terms. A vetoed token has neither a reward loss nor a teacher's loss, whether or not the
+  denominator counts the token.
   """
   coefficients = constants.coefficients
   if method.teaching is not None:
@@ -477,7 +479,7 @@ def policy_losses(
 def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
-  """One micro-batch's (Σ total, (Σ weight, metrics)), as a function of its scores."""
+  """One micro-batch's (Σ total, (Σ weight, metrics)), as a function of the micro-batch's scores."""
   logprobs, entropy, load, changes, *_, taught = scores
   batch, teaching = add_taught(batch, taught), method.teaching
   coefficients, losses, mask, metrics = policy_losses(logprobs, batch, constants, method=method)

@@ -1,7 +1,8 @@
 """The optimizers that `config.optimizer` names: optimizers of optax, with our defaults.
 
-`learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
-the learning rate, and not applied to norms, biases, and the rates at which states decay.
+`learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled and multiplied
+by the learning rate. It does not apply to norms, biases, the decay rates of recurrent states, or
+layer scales.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["adamw", "lion", "muon", "sgd"]
 _MATRIX = (
   r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down|strength|decay)(/[ab])?$"
 )
-# Norms, biases, the rates at which states decay, and factors of layers.
+# Norms, biases, the decay rates of recurrent states, and layer scales.
 _NOT_DECAYED = r"norm|bias|delta/scale|log_rate|layer_scale"
 
 
@@ -57,7 +58,7 @@ def lion(
   b2: float = 0.99,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """The sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
+  """Lion: steps by the sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
 
   Args:
     learning_rate: the learning rate of the run.
@@ -92,9 +93,9 @@ def muon(
     momentum: in [0, 1), decay of the mean of the gradient.
     nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
-    update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's, so
-      that both can use its learning rate. None: scales by √max(1, E/D) as in the original code,
-      which uses a learning rate near 0.02.
+    update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's
+      steps, so that both optimizers can use AdamW's learning rate. None: scales by √max(1, E/D) as
+      in the original code, which uses a learning rate near 0.02.
     b1: the b1 of `adamw`.
     b2: the b2 of `adamw`.
     epsilon: the epsilon of `adamw`.
@@ -158,12 +159,12 @@ def clip_gradients(
 
 
 def decay_mask(params: Params) -> Any:
-  """A pytree of bools, whether weight decay applies to each parameter; see `_NOT_DECAYED`."""
+  """A pytree of bools: whether weight decay applies to each parameter; see `_NOT_DECAYED`."""
   return jax.tree.map(lambda excluded: not excluded, _match_paths(_NOT_DECAYED, params))
 
 
 def _match_paths(pattern: str, params: Params) -> Any:
-  """A pytree of bools, whether each parameter's path contains a match of the pattern."""
+  """A pytree of bools: whether each parameter's path contains a match of the pattern."""
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return jax.tree_util.tree_map_with_path(
     lambda path, _: re.search(pattern, name(path)) is not None, params

@@ -1,8 +1,8 @@
 """One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
-sums over micro-batches, and `objective` computes the terms of one micro-batch. The optimizer
-proposes new parameters, which are applied if loss and gradient are finite.
+Rewards become coefficients. The loss and its gradient cover the full batch: `accumulate` sums over
+micro-batches, and `objective` computes the terms of one micro-batch. The optimizer's new parameters
+are applied only if loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlvr_jax.update.objective import Method, estimate_coefficients
 
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
-  """The state before the first update; `initial_entropy` f32[] in nats per token."""
+  """The train state before the first update; `initial_entropy` is f32[], in nats per token."""
   # The arrays are distinct, since a donated state must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
@@ -39,7 +39,7 @@ def initial_state(method: Method, trained: Params, initial_entropy: Array) -> Tr
 def train_step(
   state: TrainState, frozen: Params, batch: TrainBatch, teacher: Any = None, *, method: Method
 ) -> tuple[TrainState, dict[str, Array]]:
-  """Performs one update on one batch; to be jitted with `method` bound and the state donated.
+  """Performs one update on one batch; callers bind `method`, jit the function and donate the state.
 
   If loss or gradient are not finite, the update is skipped: only the state's counters change.
 

@@ -32,7 +32,7 @@ def supervised_step(
     frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
     solutions: i32[P, T], right-padded, stop tokens included.
-    mask: bool[P, T], the tokens to learn, which are those that the policy would generate.
+    mask: bool[P, T], the tokens to learn: the tokens that the policy would generate.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
@@ -72,8 +72,8 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with the number and the loss of a step, at the time of the next report, so that
-      the devices are not idle.
+    report: called with a step's number and loss. Each call waits until the next report is due or
+      the last step ends, so that the devices are not idle.
     report_every: steps between reports; the last step is reported too.
   Raises:
     FloatingPointError: the loss is not finite.

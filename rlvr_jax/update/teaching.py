@@ -19,7 +19,8 @@ class Teaching(NamedTuple):
 
   Attributes:
     distillation: see `distillation.Distillation`.
-    weight: λ ≥ 0, the weight of distillation; 0: the teacher is only measured, and w is 1.
+    weight: λ ≥ 0, the weight of distillation; 0: the teacher enters only metrics, and w counts as
+      1.
     reward_weight: w ≥ 0, the weight of the reward's advantages or losses; 0: distillation alone.
     temperature: the temperature of the teacher's distribution.
     names: the names of the teachers.
@@ -57,7 +58,7 @@ class Teaching(NamedTuple):
     return self.reward_weight * losses + of_teacher if self.reward_weight else of_teacher
 
   def forward(self, teacher: Any, tokens: Array, rows: Rows) -> TeacherHead | None:
-    """The teacher's results for rows of a micro-batch; None if they were computed before.
+    """The teacher's results for rows of a micro-batch; None if this pass does not need them.
 
     Args:
       teacher: the teacher's (trained, frozen) parameters; None if this pass makes no comparison.
@@ -74,7 +75,7 @@ class Teaching(NamedTuple):
     return TeacherHead(hidden, head, self.temperature, self.distillation.divergence)
 
   def metrics(self, logprobs: Array, batch: TrainBatch) -> Metrics:
-    """Metrics: estimates of KL(π‖τ) from the loss tokens, nats, and the teacher's entropy."""
+    """Metrics over the loss tokens, in nats: estimates of KL(π‖τ), and the teacher's entropy."""
     mask, teacher, entropy = batch.mask, batch.teacher_logprobs, batch.teacher_entropy
     assert teacher is not None and entropy is not None, "the batch has no teacher's scores"
     values = {
@@ -94,7 +95,7 @@ class Teaching(NamedTuple):
 
 
 def add_taught(batch: TrainBatch, taught: Taught | None) -> TrainBatch:
-  """The batch with the teacher's values, if the update's forward pass computed them."""
+  """The batch, with the teacher's values if the update's forward pass has computed them."""
   if taught is None:
     return batch
   logprobs, entropy = jax.lax.stop_gradient((taught.logprobs, taught.entropy))

@@ -173,9 +173,9 @@ def with_arrays(**arrays):
 
 
 BAD = {
-  "other bytes": (lambda: b"x" * 100, "not those of a file"),
-  "pickled": (lambda: pickle.dumps(good()), "not those of a file"),
-  "empty": (lambda: b"", "not those of a file"),
+  "other bytes": (lambda: b"x" * 100, "not a file of groups"),
+  "pickled": (lambda: pickle.dumps(good()), "not a file of groups"),
+  "empty": (lambda: b"", "not a file of groups"),
   "truncated": (lambda: encoded(good())[:-5], "checksum"),
   "a changed bit": (lambda: encoded(good())[:-5] + b"\0" + encoded(good())[-4:], "checksum"),
   "another place": (lambda: encoded(good(index=2)), "other groups than its name"),

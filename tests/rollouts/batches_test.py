@@ -224,7 +224,7 @@ def test_a_batch_of_other_weights_and_all_later_ones_are_set_aside(tmp_path, thr
   assert world.train(schedule, saved[0]) == expected
   assert {draw for draw, _ in world.sampler.wanted} == {5}
   (warning,) = world.around.warnings
-  assert "rollouts 5 were sampled by version 5 with fingerprint 0123456789abcdef" in warning
+  assert "batch 5 was sampled by version 5 with fingerprint 0123456789abcdef" in warning
 
 
 def test_a_batch_of_a_later_version_waits_until_that_is_offered(tmp_path):
@@ -344,8 +344,8 @@ def test_the_limit_of_draws_ends_a_run_and_says_why(tmp_path):
   source = [toys.Problem("7+7=", "", "", {"always": "right"})] * 4
   with pytest.raises(
     DynamicSamplingError,
-    match=r"2 batches of 2 prompts at update 0 have too few groups that are neither all right nor"
-    r" all wrong \(solve rate 1\.000\)\. Raise config\.dynamic_sampling\.max_batches",
+    match=r"2 batches of 2 prompts at update 0 have too few groups with both right and"
+    r" wrong rollouts \(solve rate 1\.000\)\. Raise config\.dynamic_sampling\.max_batches",
   ):
     World(tmp_path, max_draws=2, source=source).train(SCHEDULES["on_policy"][0])
 

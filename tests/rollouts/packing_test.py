@@ -133,7 +133,7 @@ def test_rollouts_without_tokens_take_no_place():
 
 
 def test_a_rollout_that_fits_no_row_is_refused():
-  with pytest.raises(ValueError, match="takes 17 places, a row has 16"):
+  with pytest.raises(ValueError, match="takes 17 positions, but a row has 16"):
     packing.assign_rows([4], [[14]], length=16, alignment=1)
 
 

@@ -141,7 +141,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train, c
   known = RolloutStore(real / "rollouts", writable=False).info(0)["versions"]["0"]
   assert recorded.first_difference(0, {0: known}) == ""
   assert recorded.first_difference(0, {0: "other"}) == (
-    f"version 0 has fingerprint other, there it has {known}"
+    f"version 0 has fingerprint other here, but {known} there"
   )
   assert recorded.first_difference(0, {0: "other"}) == ""  # it was said
   assert "not its rollouts" not in capsys.readouterr().out

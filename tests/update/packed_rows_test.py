@@ -173,7 +173,7 @@ def test_places_of_rows_are_counted():
   config.batch.prompts, config.batch.group_size = 16_500, 1
   config.batch.tokens_per_row = config.batch.tokens_per_micro_batch = 2**17
   mesh = jax.sharding.AbstractMesh((1, 4, 1), sharding.AXES)
-  with pytest.raises(ValueError, match=r"may need 216\d+ places in rows of 131072 tokens"):
+  with pytest.raises(ValueError, match=r"may need 216\d+ positions in rows of 131072 tokens"):
     make_row_layout(config.batch, batch_shape(config), "splash", mesh)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from .processes import never_returning
 from .system_calls import call_number, prctl
 
-PROCESSES = 32  # of one item, threads included
+PROCESSES = 32  # the most processes of one item, threads included
 OPEN_FILES = 128
 PENDING_SIGNALS = 128
 STACK_MIB = 64
-FILE_MIB = 16  # of one file
+FILE_MIB = 16  # the most MiB of one file
 SCRATCH_MIB = 32  # /tmp
 SHARED_MIB = 8  # /dev/shm
 UNPRIVILEGED = 65534  # the user and group called nobody

@@ -41,7 +41,7 @@ from .system_calls import compile_filter, filter_system_calls
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 WATCH_S = 0.05  # between polls of an item's memory and time
-ASLEEP_S = 0.2  # an item that has slept longer is reported to be asleep
+ASLEEP_S = 0.2  # seconds of sleep after which an item is reported to be asleep
 # State of a thread → the fraction of its time that counts as sleep; 1 for other states. A thread
 # that runs or waits for a core (R) does not sleep. In state D a thread waits for the disk, or
 # arranges the wait itself (vfork), which must be limited, too.
@@ -121,7 +121,7 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
   poll.register(item, 0)  # hanging up is always reported
   deadline = time.monotonic() + settings["deadline_s"]
   limit_s = settings["time_limit_s"]
-  # The launcher's and this process's own use, before the item starts.
+  # The memory and time that the launcher and this process use before the item starts.
   initial_seconds = _processor_seconds()
   initial_mib = _memory_mib()
   sleep = Sleep(others={"/proc/1", f"/proc/{os.getpid()}"})

@@ -80,8 +80,8 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
   """Encodes plain data as JSON: null, bools, numbers and texts unchanged, others as [tag, content].
 
-  Subclasses of plain types are encoded as their base. `refer` returns the [tag, content] of values
-  that are not plain data.
+  An object of a subclass of a plain type is encoded as the plain type. `refer` returns the [tag,
+  content] of values that are not plain data.
   """
   kind = type(value)
   if value is None or kind in (bool, float, str):
@@ -163,7 +163,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception of this name; RuntimeError for others and for Stop(Async)Iteration."""
+  """The builtin exception of this name; RuntimeError for other names and Stop(Async)Iteration."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

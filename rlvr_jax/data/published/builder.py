@@ -157,7 +157,7 @@ class Records:
 
 @contextlib.contextmanager
 def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-  """Turns any error while reading prepared records into one with a remedy."""
+  """Turns any error while reading prepared records into a ValueError that says what to do."""
   try:
     yield
   except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ FORMATS = (*_LINES, ".json", ".json.gz", ".parquet")
 _LIKE_FORMATS = re.compile(r"\.(json|ndjson|parquet|csv|tsv|arrow)", re.IGNORECASE)
 _MAX_NAMED = 5  # files in a message
 _DEPTH = 4  # levels of folders that are searched: MATH/train/algebra/1.json
-_FETCH_SIZE = 128  # small files per request; object stores answer many requests as fast as one
+_FETCH_SIZE = 128  # small files that are requested at once; object stores answer in parallel
 _TRUNCATION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 

@@ -1,4 +1,4 @@
-"""Published mathematics: problems with a final answer."""
+"""Published mathematics problems that have a final answer."""
 
 from __future__ import annotations
 
