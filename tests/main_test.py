@@ -54,7 +54,7 @@ MISTAKES = [
   (dict(entropy_bonus=float("inf")), r"entropy_bonus = inf"),
   (dict(policy_temperature=1e-38), r"policy_temperature = 1e-38 is not a number in \[0\.001"),
   (dict(sampling__temperature=float("inf")), r"temperature=inf; it must be finite"),
-  (dict(model__overrides={"num_layers": 0}), r"num_layers=0 must be at least 1"),
+  (dict(model__overrides={"num_layers": 0}), r"num_layers=0 must be a whole number of at least 1"),
   (dict(model__overrides={"compute_dtype": "float64"}), r"float64 needs jax_enable_x64"),
   (dict(schedule="updates_per_refresh(epochs=0)"), r"refresh: epochs = 0 .* set epochs to 1"),
   (dict(schedule="stage"), r"config\.schedule = 'stage': 'stage' is unknown; .*'stages'\?"),
