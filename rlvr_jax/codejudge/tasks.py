@@ -83,8 +83,8 @@ def _check_tolerance(name: str, tests: Mapping[str, Any]) -> None:
     raise ValueError(f"{name} is {value!r}, must be a finite number ≥ 0")
   if tests["style"] not in ("function", "stdin"):
     raise ValueError(
-      f"{name} is of the styles 'function' and 'stdin'; in a test of style {tests['style']!r},"
-      " compare with math.isclose"
+      f"{name} works only in tests of the styles 'function' and 'stdin'; in a test of style"
+      f" {tests['style']!r}, compare with math.isclose"
     )
 
 

@@ -44,7 +44,7 @@ def component_repr(component: tuple[Any, ...]) -> str:
 
 
 def _has_arguments(value: Any) -> bool:
-  """Whether `value` may contain arguments of a factory: a function or a partial."""
+  """Whether `value` is a function or a partial, which may hold arguments of a factory."""
   return inspect.isfunction(value) or isinstance(value, functools.partial)
 
 

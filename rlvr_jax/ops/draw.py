@@ -101,7 +101,7 @@ def _to_blocks(weights: Array, shards: int) -> Array:
 
 
 def _halves(weights: Array) -> tuple[Array, Array]:
-  """The two halves (u32, u32) of ⌊w · 2⁴⁴⌋, for weights w in [0, 1]; 0 for NaN."""
+  """High and low half (u32, u32) of ⌊w · 2⁴⁴⌋ = high · 2²² + low, for w in [0, 1]; 0 for NaN."""
   scale = 2.0**_HALF_BITS
   exact = jnp.where(weights >= 0, weights, 0) * scale
   high = jnp.floor(exact)
@@ -141,7 +141,7 @@ def _cumulative(values: _Pair) -> _Pair:
 
 
 def _sums_until(values: _Pair, *, include: bool) -> _Pair:
-  """Cumulative sums along the last axis, each with its own value only if `include`."""
+  """Cumulative sums along the last axis, which contain the value at their index if `include`."""
   index = jnp.arange(values[0].shape[-1])
   counts = index[:, None] >= index + (not include)
   mask = lambda x: jnp.where(counts, x[..., None, :], 0)

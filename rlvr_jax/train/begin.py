@@ -227,7 +227,7 @@ def in_a_thread(run: Run, deadline_s: float) -> Run:
     deadline_s: `config.generation_deadline_s`.
   """
   if not isinstance(run.sampler, LocalSampler):
-    raise TypeError(f"a thread needs a local sampler, not {type(run.sampler).__name__}")
+    raise TypeError(f"sampling in a thread needs a LocalSampler, not {type(run.sampler).__name__}")
   sampler = ThreadSampler(
     run.sampler,
     deadline_s=deadline_s,
