@@ -33,7 +33,7 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "Recipe's name, or FILE.py.", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Workdir of a run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
 _MINUTES = flags.DEFINE_float(
   "minutes", None, "Time limit of a sweep, after which it exits with status 3.", 0.0
@@ -53,16 +53,16 @@ _TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb,
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal stops early.", 0
 )
-_BESIDE = flags.DEFINE_string("beside", None, "A second run, which --mode=view shows beside it.")
+_BESIDE = flags.DEFINE_string("beside", None, "Workdir of a second run for --mode=view.")
 _BATCHES = flags.DEFINE_string(
-  "batches", None, "Batches of the page: 0,10:20,-1 or all; else the first, the last, 8 between."
+  "batches", None, "Batches to view: 0,10:20,-1 or all; default: first, last, 8 in between."
 )
-_SERVE = flags.DEFINE_bool("serve", False, "Serve the page, with all batches, on 127.0.0.1.")
-_PORT = flags.DEFINE_integer("port", None, "Port to serve at; any free one.", 0, 65535)
+_SERVE = flags.DEFINE_bool("serve", False, "Serve the page of --mode=view on 127.0.0.1.")
+_PORT = flags.DEFINE_integer("port", None, "Port for --serve; default: any free port.", 0, 65535)
 _TRUST_RUN = flags.DEFINE_bool(
   "trust_run", False, "Run code outside of this package that a run's config.json names."
 )
-_PARENT = flags.DEFINE_integer("parent", None, "Process whose end also ends this one.")
+_PARENT = flags.DEFINE_integer("parent", None, "Id of a process; this process ends with it.")
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 

@@ -81,7 +81,7 @@ def batch_of(
     valid: bool[P, G], False for rollouts without a grade; None: all True.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
-    lags: i32[P, G, T], updates since the policy that sampled a token.
+    lags: i32[P, G, T], number of updates since the policy that sampled a token.
     turns: i32[P, G, T], the turn of each token in dialogues: even numbers are turns of the policy.
     turn_scores: f32[P, G, T], the score of a turn of the policy at its last token; NaN elsewhere.
     rewards_by_name: f32[P, G, K], K rewards of each rollout; `gdpo` needs them.
@@ -166,8 +166,8 @@ def advantages_of(
     behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, with the mask.
     squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
     squared_norms: f32[P, G], for `opob` only; see `batch_of`.
-    state: for `fade` only: `estimator.init(entropy)` first, then the result of
-      `estimator.update(state, batch_of(…), entropy)`.
+    state: state of the estimator, for `fade` only: `estimator.init(entropy)` for the first batch,
+      later the result of `estimator.update(state, batch_of(…), entropy)`.
   Raises:
     ValueError: the estimator is not a component, or an array has another shape.
   """
@@ -214,7 +214,7 @@ def loss_of(
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     coefficients: f32[P, G], the advantages, or f32[P, G, T]; constant for differentiation.
-    mask: [P, G, T], 1 on response tokens that count.
+    mask: [P, G, T], 1 on response tokens that count in the loss.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Only the aggregation "constant" reads it.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
@@ -259,7 +259,8 @@ def gram_of_head(
 ) -> Array:
   """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
 
-  The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where logits = hidden @ kernel.
+  The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where m is the mask and π has
+  logits = hidden @ kernel.
   The gradient of a single rollout is never stored.
 
   Args:
@@ -267,7 +268,8 @@ def gram_of_head(
     kernel: [D, V].
     tokens: i32[P, G, T].
     mask: [P, G, T].
-    route: a route of `rlvr_jax.geometry`: `streaming()`, exact and the default, or `sketch()`.
+    route: how to compute the inner products, by a route of `rlvr_jax.geometry`: `streaming()`,
+      which is exact and the default, or `sketch()`.
     temperature: the temperature of the policy.
   Raises:
     ValueError: the route runs the model again, as `per_rollout` does (use `gram_of_gradients`), or
@@ -313,7 +315,7 @@ def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts:
 
   Args:
     function: (params, *arrays of one rollout) → f32[], such as −Σ_t m log π.
-    params: a tree of the arrays to differentiate by.
+    params: tree of the parameters with respect to which gradients are taken.
     rollouts: trees of arrays [B, ...], in the order of coefficients.reshape(B).
   """
   axes = (None, *(0 for _ in rollouts))
@@ -374,7 +376,7 @@ def _check_component(name: str, value: Any, kind: type, room: str) -> None:
 
 
 def _check_shape(name: str, value: Any, *axes: str, **sizes: int) -> tuple[int, ...]:
-  """Returns an array's shape; raises ValueError unless it has these axes, of any given sizes."""
+  """Returns an array's shape; raises ValueError unless it has `axes`, and the given `sizes`."""
   shape = jnp.shape(value)
   if len(shape) == len(axes) and all(
     sizes.get(axis, size) == size for axis, size in zip(axes, shape, strict=True)

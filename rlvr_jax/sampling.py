@@ -16,8 +16,8 @@ class Sampling:
 
   temperature: float = 1.0  # 0.001 or more; 0 is greedy decoding
   top_k: int = 0  # keep the k most probable tokens; 0 keeps all
-  top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1 keeps all
-  min_p: float = 0.0  # keep tokens at least this probable relative to the most probable; 0: all
+  top_p: float = 1.0  # keep the smallest set of tokens with this total probability; 1 keeps all
+  min_p: float = 0.0  # keep tokens with at least min_p times the largest probability; 0: all
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:

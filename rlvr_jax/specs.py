@@ -1,7 +1,8 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
 Hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But the
-function that a string names is called, whatever its module: `outside_package` finds such strings.
+function that a string names is called, from any module: `outside_package` finds strings that name a
+module.
 This module imports the standard library only.
 """
 
@@ -80,7 +81,7 @@ def _parse_literal(keyword: ast.keyword) -> Any:
 
 
 def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
-  """Yields (field, text) for each text of a configuration that names another module's function.
+  """Yields (field, string) for each string of a configuration that names a function by its module.
 
   Args:
     value: the configuration, or a part of it: JSON values and tuples.
@@ -108,8 +109,8 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
     package: the package whose `__all__` lists the factories that can be named.
     text: the string.
     kind: required class of the result.
-    of_run: values of the run by name; a factory with a parameter of this name gets the value, and a
-      string cannot set it.
+    of_run: values of the run, by parameter name; a factory that has such a parameter gets the run's
+      value, and the string must not set the parameter.
   Raises:
     ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
       factory raises an error other than ImportError and OSError, which pass through.
@@ -222,12 +223,12 @@ def find_factory(owner: str, package: types.ModuleType, name: str) -> Callable[.
 
 
 def _suggest_export(package: types.ModuleType, name: str) -> str:
-  """A remedy if the package has a factory of this name that is not exported, or ""."""
+  """How to export a factory of this name that exists but is not exported; "" if there is none."""
   factory = getattr(package, name, None)
   is_module = isinstance(package, types.ModuleType) and not hasattr(package, "__path__")
   if is_module and inspect.isfunction(factory) and factory.__module__ == package.__name__:
     file = f"{package.__name__.rpartition('.')[2]}.py"
-    return f"{file} has it but does not export it: name {name} in its __all__."
+    return f"{file} has it but does not export it: name {name} in __all__ there."
   for folder in getattr(package, "__path__", ()):
     for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))):
       with open(file, encoding="utf-8") as lines:
@@ -283,11 +284,11 @@ def _did_you_mean(names: Sequence[str]) -> str:
   if len(names) == 1:
     return f"did you mean {names[0]!r}?"
   if len(names) > 10:
-    return f"known are {', '.join(names)}."
+    return f"known names: {', '.join(names)}."
   return f"did you mean one of {list(names)}?"
 
 
 def similar_names(name: str, allowed: Collection[str]) -> list[str]:
-  """The allowed names that are most similar to `name`; all of them if none is similar."""
+  """The allowed names that are most similar to `name`; all allowed names if none is similar."""
   containing = [full for full in allowed if name and name in full]
   return containing or difflib.get_close_matches(name, allowed) or sorted(allowed)

@@ -9,7 +9,7 @@ Axis legend, used in comments and as suffixes throughout the package:
   T  response length after right-padding    V  vocabulary
   D  model width                            N  attention heads
   K  key/value heads                        H  width of a head
-  R  rows of a micro-batch                  L  places in a row
+  R  rows of a micro-batch                  L  positions in a row
   M  micro-batches of a batch               C  columns of a random projection
 """
 
@@ -77,7 +77,8 @@ class TrainBatch:
   rewards: Array  # f32[P, G], 0 where not valid
   correct: Array  # f32[P, G] in {0, 1}, 0 where not valid
   # bool[P, G], False for a rollout without a grade, for instance if the grader crashed; no result
-  # depends on it. A rollout that the loss excludes for another reason, such as length, is valid.
+  # depends on such a rollout. A rollout that the loss excludes for another reason, such as length,
+  # is valid.
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
@@ -90,16 +91,16 @@ class TrainBatch:
   teachers: Array | None = None  # i32[P], index of a group's teacher; None if there is one teacher
   # f32[P], equal for all groups: `rollouts.grading.mean_solve_rate` before groups are filtered
   solve_rate: Array | None = None
-  # i32[P, G, T], updates since the policy that sampled a token; −1: not of this run
+  # i32[P, G, T], number of updates since the policy that sampled a token; −1: not of this run
   lags: Array | None = None
   # i32[P, G, T], in dialogues, the number of a token's turn: 0 is the policy's first turn, 1 the
   # environment's reply to it, 2 the policy's second turn, and so on; 0 where padded. None without
-  # dialogues. Most updates only ask whether it is None: if not, the head leaves out places that
-  # predict nothing.
+  # dialogues. Most updates only check whether `turns` is None: if it is not None, the head skips
+  # positions that predict no token.
   turns: Array | None = None
-  # f32[P, G, T], in dialogues, the environment's score of a turn of the policy, unless it is the
-  # score of the dialogue, at the turn's last token; NaN elsewhere. In an update, None unless the
-  # advantage needs it.
+  # f32[P, G, T], in dialogues, the environment's score of a turn of the policy, at the last token
+  # of this turn; NaN elsewhere, and where the score is the score of the whole dialogue. In an
+  # update, None unless the advantage needs it.
   turn_scores: Array | None = None
   # f32[P, G, K], the scores of K graders, the main one first, then those of config.grading.extra;
   # 0 where not valid
@@ -111,37 +112,40 @@ class TrainBatch:
   squared_norms: Array | None = None  # f32[P, G], ‖g_i‖², the diagonal of the Gram matrix
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
-  # f32[P, G, T], under the distribution that was sampled from, if `behavior_logprobs` are not
-  # (config.sources.temperature.recorded = "raw"); in the store only, no update reads it.
+  # f32[P, G, T], log-probabilities under the distribution that was sampled from, if
+  # `behavior_logprobs` are under another (config.sources.temperature.recorded = "raw"). Only the
+  # store has this array; no update reads it.
   sampled_logprobs: Array | None = None
-  # The next two are unsigned integers, for a mixture of experts whose routes are recorded: the k
-  # experts that each layer's router chose at the place that predicts a token, by falling
-  # probability; 0 where padded. None once they are in `packed`.
+  # The next two are the recorded routes of a mixture of experts, as unsigned integers: the k
+  # experts that each layer's router chose at the position that predicts a token, in order of
+  # decreasing probability; 0 where padded. None if routes are not recorded, or are already in
+  # `packed`.
   routes: Array | None = None  # [P, G, T, layers, k]; first the route of the prompt's last token
   prompt_routes: Array | None = None  # [P, S, layers, k], left-padded; 0 at the last token
   # i32[P, G, T], if weights may change within a response: the version of the policy that sampled a
-  # token; −1 where padded, or not sampled. In the store only; updates read `lags`.
+  # token; −1 where padded, or not sampled. Only the store has this array; updates read `lags`.
   token_versions: Array | None = None
 
 
 class Rows(NamedTuple):
-  """The layout of sequences in rows of L places; every field is i32[..., R, L].
+  """The layout of sequences in rows of L positions; every field is i32[..., R, L].
 
-  A row holds one block for each of its prompts: the prompt, then its rollouts. A token sees its own
-  sequence up to itself: a rollout's token sees its prompt and its own rollout.
+  A row holds one block for each of its prompts: the prompt, then its rollouts. A token attends to
+  itself and to the earlier tokens of its sequence. A rollout's sequence is its prompt, then its own
+  tokens.
   """
 
-  prompts: Array  # prompt that a token belongs to; −1 on padding
+  prompts: Array  # index of the prompt that a token belongs to; −1 on padding
   positions: Array  # the token's position, counted from the start of its prompt; 0 on padding
   starts: Array  # index in the row where the token's rollout starts; for prompt tokens, prompt_ends
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 
 
 class Routes(NamedTuple):
-  """The k experts that a mixture's routers chose in each of its layers, by falling probability.
+  """The k experts that each layer's router chose for a token, in order of decreasing probability.
 
-  A choice is at the place of the input token, not of the predicted token. The dtype is an integer
-  that can hold the number of experts; entries at padding have no meaning.
+  A choice is at the position of the input token, not of the predicted token. The dtype is an
+  integer that can hold the number of experts; entries at padding have no meaning.
   """
 
   prompts: Array  # [P, S, layers, k], left-padded
@@ -152,12 +156,14 @@ class Packed(NamedTuple):
   """A batch's rollouts in M micro-batches of R rows each, see `rollouts.packing`."""
 
   tokens: Array  # i32[M, R, L], inputs
-  targets: Array  # i32[M, R, L], the response token that a place predicts; 0 if it predicts none
+  targets: Array  # i32[M, R, L], response token that a position predicts; 0 if it predicts none
   rows: Rows  # [M, R, L]
-  places: Array  # i32[P, G, T], index in M·R·L of the place that predicts a token; −1 if none does
+  # i32[P, G, T], index in M·R·L of the position that predicts a token; −1 if no position does
+  places: Array
   num_micro_batches: Array  # i32[], ≤ M; later micro-batches are empty
-  # i32[], number of short micro-batches, the last of `num_micro_batches`: their tokens are in the
-  # first `ops.row_blocks.short_row` places of each row. None if the layout has no short rows.
+  # i32[], number of short micro-batches, which come last among the `num_micro_batches`. Their
+  # tokens are in the first `ops.row_blocks.short_row(L)` positions of each row. None if the layout
+  # has no short rows.
   num_short: Array | None = None
   routes: Array | None = None  # [M, R, L, layers, k], see `TrainBatch.routes`; 0 on padding
 
@@ -195,8 +201,8 @@ class Mean:
 
   total: Array
   weight: Array
-  # [P, G, T], bool or in [0, 1]: the averaged value of each token; None if the metric has no such
-  # values. Diagnostics read them; an update drops them, see `ops.reductions.without_tokens`.
+  # [P, G, T], bool or in [0, 1]: each token's value in this mean; None if the metric has no values
+  # per token. Diagnostics read them; an update drops them, see `ops.reductions.without_tokens`.
   tokens: Array | None = None
 
 
@@ -233,7 +239,7 @@ class EffectiveSampleSize:
 class ExpertChoices:
   """A statistic of the number of tokens per expert, averaged over the layers of a mixture."""
 
-  choices: Array  # f32[layers, E]
+  choices: Array  # f32[layers, E], number of tokens that chose each expert
   # "entropy": entropy of the experts' shares, ÷ log E; "largest": largest share, times E; "unused":
   # fraction of experts that no token chose
   statistic: str = dataclasses.field(metadata=dict(static=True))

@@ -157,7 +157,7 @@ def test_a_factory_of_a_module_that_is_not_exported():
     specs.make("config.thing", module, "mine(by=2)", tuple)
   assert str(told.value) == (
     "config.thing = 'mine(by=2)': 'mine' is unknown; things.py has it but does not export it: name"
-    " mine in its __all__. To use your own, write my_module:function"
+    " mine in __all__ there. To use your own, write my_module:function"
   )
 
 

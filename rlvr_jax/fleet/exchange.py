@@ -3,9 +3,9 @@
   terms/E          one term per start of a trainer, with the identity that samplers need
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
-  groups/N.I       group I of draw N, by the sampler that was first
-  samplers/NAME    a counter, and what the sampler does; nothing else is overwritten
-  ends/E           the trainer has all its batches
+  groups/N.I       group I of draw N, written by the first sampler that has finished it
+  samplers/NAME    a counter, and what the sampler does; only these objects are overwritten
+  ends/E           the trainer of term E has all its batches
 
 All objects except groups are a line of JSON with a checksum. Anybody may have written the files, so
 names of another form are ignored, and contents are checked here. Nothing is unpickled.
@@ -70,14 +70,14 @@ class WantedDraw(NamedTuple):
 class SamplerRecord(NamedTuple):
   """The record that a sampler writes about itself."""
 
-  term: int  # term of the trainer that it samples for; −1: none yet
-  beat: int  # counts its records
-  version: int  # version of the policy that it samples with; −1: none yet
-  message: str  # what it does or waits for
-  error: str  # the error that has ended it; "" for none
+  term: int  # term of the trainer that the sampler samples for; −1: none yet
+  beat: int  # number of this record, so that each record differs from the last
+  version: int  # version of the policy that samples; −1: none yet
+  message: str  # what the sampler does or waits for
+  error: str  # the error that has ended the sampler; "" for none
   ends_run: bool  # whether any sampler would meet this error
-  doing: list[list[int]]  # [draw, index] of the groups that it has begun
-  groups: int  # number of groups that it wrote first
+  doing: list[list[int]]  # [draw, index] of the groups that the sampler has begun
+  groups: int  # number of groups that this sampler wrote first
   duplicate_groups: int  # number of groups that another sampler wrote first
   duplicate_tokens: int  # number of tokens in duplicate groups
 
@@ -364,12 +364,12 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers live: a sampler lives while its record changes, by our own clock."""
+  """Tracks which samplers are alive: those whose records change, by this machine's clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""
     self._limit_s, self._clock = limit_s, clock
-    self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, first seen when)
+    self._seen: dict[str, tuple[Hashable, float]] = {}  # name → (`Listed.change`, time first seen)
 
   def look(self, samplers: Mapping[str, Listed]) -> list[str]:
     """The sorted names of the living samplers of a listing; a new name counts as alive at first."""
@@ -381,6 +381,6 @@ class Watch:
     return sorted(name for name, (_, since) in self._seen.items() if now - since <= self._limit_s)
 
   def dead(self, since_s: float) -> list[str]:
-    """The names whose records have not changed for `since_s` seconds."""
+    """The names of samplers whose records have not changed for `since_s` seconds."""
     now = self._clock()
     return sorted(name for name, (_, since) in self._seen.items() if now - since > since_s)

@@ -1,8 +1,8 @@
 """The program of a sampler: samples groups of the trainer's draws until the run ends.
 
 The names of the living samplers determine which sampler takes which group, see `Orders`, without
-any messages. Other samplers may also take a late group. It may then be sampled twice, and the first
-file counts.
+any messages. Other samplers may also take a late group. Such a group may be sampled twice; then the
+first file counts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy, Sampler
 from rlvr_jax.types import Params
 
 _UNKNOWN = -2
-BEATS = 6  # records of a sampler within the time after which it counts as dead
+BEATS = 6  # number of records that a sampler writes per `silent_s`
 SAY_EVERY_S = 30.0
-# A living sampler may take this long for a group that it has begun, whichever is longer:
+# A living sampler may take this long for a group that it has begun, the longer of two times:
 _BEGUN = 4  # × `Settings.patience_s`
 _LONG = 8.0  # × the median time of a group; few groups take longer
 _REMEMBERED = 64  # number of the latest groups over which the median is taken
@@ -57,11 +57,11 @@ class Settings(NamedTuple):
 
   name: str
   identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's identity
-  capacity: int  # the most groups in progress, ≥ 1: as many as its slots hold, and one more
+  capacity: int  # largest number of groups in progress, ≥ 1: those that its slots hold, and one
   silent_s: float = 30.0  # a sampler whose record does not change for so long counts as dead
   patience_s: float = 30.0  # after so long, a group of the oldest draw is late
   poll_s: float = 0.1  # time between two looks into the exchange, while there is nothing to do
-  settle_s: float = 60.0  # time to wait for another trainer if a run has ended or differs
+  settle_s: float = 60.0  # time to wait for another trainer if the first has ended or differs
   idle_s: float = 3600.0  # the sampler ends after so long without a sign of the trainer
 
 
@@ -83,10 +83,10 @@ class Step(NamedTuple):
 
 
 class Orders:
-  """An order of samplers for each group: the first takes the group; if it is late, the next does.
+  """An order of samplers for each group: the first takes the group, the next takes a late group.
 
-  The order of two samplers does not depend on a third. So when a sampler joins or dies, only the
-  share of the new sampler and the groups of the dead sampler change hands.
+  Which of two samplers comes first does not depend on the other samplers. So when a sampler joins,
+  only the groups that it takes change; when a sampler dies, only its groups go to other samplers.
   """
 
   def __init__(self, names: Sequence[str]):
@@ -150,12 +150,12 @@ class Pace:
     }
 
   def patiences(self, number: int) -> int:
-    """How often `patience_s` has passed since a draw became the oldest; 0 for other draws."""
+    """How often `patience_s` has passed since this draw became the oldest; 0 if it is not."""
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How often the allowed time has passed since a sampler began a group; 0: it is not late.
+    """How often the allowed time has passed since a sampler began a group; 0: group is not late.
 
     While this sampler has not finished a group itself, no group is late.
     """
@@ -171,7 +171,8 @@ class _Term:
 
   Attributes:
     number: the number of the term; −1: no term has begun; `_UNKNOWN`: before the first look.
-    settles_at: the time from which on the end of a run, or a trainer that differs, is final.
+    settles_at: the time until which the sampler waits for another trainer if this trainer has ended
+      or differs.
     differs: why the sampler must not sample for this trainer; "" if it may sample.
     sign: the trainer's objects, and the time when they last changed.
     pace: the pace of groups, in all terms.
@@ -221,7 +222,7 @@ class Member:
     self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
 
   def look(self) -> Step:
-    """Reads the exchange and decides the next step; the groups of its `want` count as begun.
+    """Reads the exchange and decides the next step; the groups to begin count as begun.
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
@@ -249,7 +250,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether a policy must wait for groups in progress, as it is not newer than their policy."""
+    """Whether a policy must wait for groups in progress: their policy is as new or newer."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -291,8 +292,8 @@ class Member:
   def _begin_term(self, number: int) -> None:
     """Follows another trainer.
 
-    The trainer that the first look finds may be an old one that has ended, or that differs: only
-    then `settle_s` leaves time for a new trainer.
+    The first look may find an old trainer, which has ended or differs. So after the first look the
+    sampler waits up to `settle_s` for a new trainer; later it does not wait.
     """
     now, own = self._clock(), self._settings.identity
     theirs = own if number < 0 else self._exchange.identity(number)
@@ -381,8 +382,8 @@ class Member:
     """Whether this sampler is to begin a group that has no file.
 
     The first sampler in the group's order begins it; each time that `patience_s` passes, twice as
-    many samplers may. If a sampler has begun it, the others wait until it takes much longer than
-    other groups, see `Pace.times_late`.
+    many samplers may. If a sampler has begun the group, the other samplers wait until the group
+    takes much longer than other groups, see `Pace.times_late`.
 
     Args:
       place: the group.
@@ -502,7 +503,7 @@ def _beating(member: Member, every_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring() -> Iterator[Callable[..., Future[Params]]]:
-  """Context that yields a function, which runs another function in a thread."""
+  """Context that yields a function; this function runs its argument in a thread."""
   pool = ThreadPoolExecutor(1, "restore")
   try:
     yield pool.submit

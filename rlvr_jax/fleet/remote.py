@@ -15,9 +15,9 @@ from rlvr_jax.rollouts.group import Draw, Group, Policy, check_arrays
 from rlvr_jax.storage.objects import Listed
 
 SAY_EVERY_S = 30.0
-_TAKEN_BYTES = 2**28  # about as many bytes of groups are read at a time
+_TAKEN_BYTES = 2**28  # approximate number of bytes of groups that are read at a time
 _EXPLAINED = ("crashed", "environment_failed")  # outcomes whose details the trainer prints
-_START = "start one with --mode=sample and this --workdir"
+_START = "start a sampler with --mode=sample and this --workdir"
 GONE_S = 600.0  # seconds without a change after which a sampler's record is removed
 
 
@@ -26,11 +26,11 @@ class FleetError(RuntimeError):
 
 
 class Allowed(NamedTuple):
-  """The groups that a run allows."""
+  """Limits of a run that groups from samplers must keep."""
 
   examples: Sequence[Group]  # for each source, a group with the same arrays as its groups
   vocabulary: int
-  experts: int = 0  # number of experts of a mixture
+  experts: int = 0  # number of experts of a mixture; 0 for other models
 
 
 class Settings(NamedTuple):
@@ -51,7 +51,7 @@ class _OpenDraw:
   Attributes:
     draw, digest: the draw and its digest.
     missing: indices of the groups that have not been taken.
-    early: groups, by index, of policies that this trainer has not offered yet.
+    early: groups that were sampled by policies which this trainer has not offered yet, by index.
   """
 
   draw: Draw
@@ -69,8 +69,8 @@ class _State:
     watch: tracks which samplers are alive.
     said_at: when a message about the wait was last printed.
     open: draws with missing groups, by number.
-    complete: numbers of complete draws; the objects of draw and groups are still in the exchange.
-    withdrawn: numbers of earlier complete draws, of which only the groups are still there.
+    complete: numbers of complete draws; the exchange still has the draws and their groups.
+    withdrawn: numbers of earlier complete draws; the exchange still has only their groups.
     next_draw: number of the next draw.
     counts: counts of groups by metric.
   """
@@ -258,7 +258,7 @@ class RemoteSampler:
           return None
         group, digest = found
         if digest != of.digest:
-          raise RecordError("it has other problems or another seed")
+          raise RecordError("it has other problems, another seed or other sources")
         check_group(group, of.draw, self._settings.allowed)
       if self._is_early(group):
         of.early[index] = group
@@ -271,7 +271,7 @@ class RemoteSampler:
     return group
 
   def _is_early(self, group: Group) -> bool:
-    """Whether a version of a group is still to be offered again, after a restart.
+    """Whether a group has a version that this trainer has yet to offer again after a restart.
 
     Raises:
       RecordError: the group was sampled by policies of another trainer.
@@ -325,7 +325,7 @@ class RemoteSampler:
       )
     if waited > settings.deadline_s:
       raise FleetError(
-        f"no group has come for {waited:.0f} s; allowed are {settings.deadline_s:.0f} s"
+        f"no group has come for {waited:.0f} s; the limit is {settings.deadline_s:.0f} s"
         f" (config.generation_deadline_s){self._errors(view)}; {missing}"
       )
     if self._state.is_due(now):

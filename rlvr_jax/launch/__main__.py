@@ -36,14 +36,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = target.add_argument
     add("verb", choices=VERBS)
     add("--name", type=parse_name, help="name of the run")
-    add("--all", action="store_true", help="for stop, in place of --name: every run, in the zone")
+    add("--all", action="store_true", help="for stop, instead of --name: every run, in --zone")
     add("--dry_run", action="store_true", help="print the commands; at most list machines")
-    add("--retries", type=int, default=20, help="after failures or preemptions")
+    add("--retries", type=int, default=20, help="restarts after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     add("--samplers", type=int, help="number of programs that sample for this run; for start")
     text = "FIELD=VALUE of the configuration, for samplers only, such as mesh.tensor=4"
     add("--sampler_config", action="append", default=[], help=text)
-    add("--sampler", type=int, help="for logs: of this sampler, instead of the trainer")
+    add("--sampler", type=int, help="for logs: number of a sampler; default: the trainer")
     module.add_flags(target)
   return parser
 

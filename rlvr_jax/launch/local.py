@@ -1,4 +1,4 @@
-"""Processes on this machine, connected over loopback, and samplers beside them: a small pod.
+"""Starts a run, and its samplers, as processes on this machine that connect over loopback.
 
 `start` stays with the run: it prints the output of process 0, and restarts a program if one of its
 processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
@@ -73,7 +73,7 @@ def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Requests the run's shutdown, before which it saves, and waits for its end."""
+  """Asks a run to save and end, and waits until it has ended."""
   del args
   pid = _holder(name)
   if pid and shell.dry_run:
@@ -107,7 +107,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
   if left:
     raise LaunchError("; ".join(left))
   if not shell.dry_run:
-    say("no run of rlvr_jax.launch goes on here")
+    say("no run of rlvr_jax.launch is left on this machine")
 
 
 def process_commands(run: Run, count: int, port: str) -> list[list[str]]:
@@ -150,7 +150,7 @@ def _lock(name: str) -> Iterator[None]:
 
 
 def _holder(name: str) -> int | None:
-  """The process that has the lock of a run; None if no process has it."""
+  """The process that has the lock of a run; None if no process has the lock."""
   with contextlib.suppress(FileNotFoundError), open(folder_of(name) / "launcher") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

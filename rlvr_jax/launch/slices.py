@@ -1,4 +1,4 @@
-"""TPU slices by Cloud's names, and the slices of the programs of a launch.
+"""Finds TPU slices by the names that Google Cloud gives them, and chooses each program's slices.
 
 Source: Google Cloud's documentation of each TPU version and of TPU software versions, read in
 November 2026.
@@ -14,9 +14,9 @@ from rlvr_jax.launch.shell import LaunchError
 
 class _Kind(NamedTuple):
   runtime: str  # software version of TPU VMs
-  per_chip: int  # units that the name counts: 2 cores per chip, or 1 chip
+  per_chip: int  # units of the name per chip: 2 if the name counts cores, 1 if it counts chips
   largest_host: int  # chips of the largest slice with one host
-  sizes: tuple[int, ...]  # chips of the slices
+  sizes: tuple[int, ...]  # the possible numbers of chips of a slice
 
 
 _FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -67,9 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--zone", required=True, help="such as us-west4-a")
   add("--project", default="", help="default: gcloud's project")
   add("--type", default="", help="slice in Cloud's spelling: v5litepod-64, v5p-32; for start")
-  add("--num_slices", type=int, default=1, help="of that type; config.mesh.data is a multiple")
+  add("--num_slices", type=int, default=1, help="number of slices; must divide config.mesh.data")
   add("--sampler_type", default="", help="slice of each sampler; default: --type")
-  text = "cheaper, but preempted at any time: all machines, or those of the samplers"
+  text = "cheaper machines, preempted at any time: for all programs, or for samplers only"
   add("--spot", nargs="?", choices=("all", "samplers"), const="all", help=text)
   add("--allow_dirty", action="store_true", help="ship uncommitted changes too")
 

@@ -111,7 +111,7 @@ class QueuedResource:
     return self._ssh(self._nodes[0], script, worker="0")
 
   def stop(self) -> None:
-    """Requests the shutdown of the program, before which it saves, then deletes the machines."""
+    """Asks the program to save and end, waits for its end, then deletes the machines."""
     try:
       self.run_on_hosts(tpu_host.stop_script(self.name))
     except CommandError as error:  # preempted machines cannot be reached, but must be deleted
@@ -174,7 +174,7 @@ def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Requests the run's shutdown, before which it saves, then deletes all machines."""
+  """Asks the run, which saves first, and its samplers to end; then deletes all machines."""
   for resource in _resources(name, args, shell):
     resource.stop()
 
@@ -201,7 +201,7 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
     if not num_slices:
       say(f"{name}: {state}, without the label {_SLICES}: not touched")
   if own := [name for name, _, num_slices in left if num_slices]:
-    raise LaunchError(f"still there, and billed: {', '.join(own)}; run the command again")
+    raise LaunchError(f"not deleted, and still billed: {', '.join(own)}; run the command again")
   say(f"no machines of rlvr_jax.launch are left in {args.zone}")
 
 
@@ -259,7 +259,7 @@ def _supervise(watches: Sequence[_Watch], poll_s: float) -> None:
         for watch, step in steps:
           try:
             has_finished = step.result()
-          except CommandError as error:  # this machine is offline, or the others are gone
+          except CommandError as error:  # this machine is offline, or the machines are gone
             if is_first_round:
               raise
             warn(f"{error}; trying again in {poll_s:g} s")

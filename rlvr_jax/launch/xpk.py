@@ -28,15 +28,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   slices.add_flags(parser)
   add = parser.add_argument
   add("--cluster", required=True, help="created with xpk cluster create")
-  add("--image", default="", help="that of the Dockerfile, in a registry; for start")
-  text = f"storage that xpk has attached to the cluster, at {SHARED}: for a workdir below it"
+  add("--image", default="", help="image of the Dockerfile, in a registry; for start")
+  text = f"storage that xpk has attached to the cluster at {SHARED}, for a workdir in it"
   add("--storage", default="", help=text)
 
 
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
   """Creates the workloads that do not run yet, and deletes samplers that are not in `programs`."""
   if not args.image:
-    raise LaunchError("--image is needed to start: docs/launch.md says how to make it")
+    raise LaunchError("--image is needed to start: docs/launch.md says how to build the image")
   run = programs[0]
   machines = slices.machines_of(args, count=len(programs))
   programs, package = ship(programs, machines[0], allow_dirty=args.allow_dirty, share=args.storage)
@@ -69,7 +69,7 @@ def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
     "batch.kubernetes.io/job-completion-index": "0",
   }
   selector = ",".join(f"{label}={value}" for label, value in labels.items())
-  # xpk has no command for it; it has made kubectl's credentials for the cluster.
+  # xpk has no command for logs, but it has made kubectl's credentials for the cluster.
   shell.run(["kubectl", "logs", f"--selector={selector}", "--tail=-1", "--follow"])
 
 

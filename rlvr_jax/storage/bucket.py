@@ -1,7 +1,8 @@
 """Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-A bucket decides between writers by preconditions on generations, which fsspec does not have. So
-this module makes requests to the JSON API itself, with the session of gcsfs.
+If several processes write an object, a precondition on its generation decides which of them may.
+fsspec has no preconditions, so this module makes requests to the JSON API itself, with the session
+of gcsfs.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Bucket:
     return data, int(headers["X-Goog-Generation"])
 
   def read_start(self, name: str, size: int) -> bytes:
-    """Reads the first bytes of an object; the whole object if it is shorter."""
+    """Reads the first `size` bytes of an object; the whole object if the object is shorter."""
     with _explain_errors(f"{self.url}/{name}"):
       data: bytes = self._system.cat_file("/".join(self._key(name)), start=0, end=size)
     return data

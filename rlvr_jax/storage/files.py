@@ -42,7 +42,7 @@ class DiskFullError(OSError):
 
 
 def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """The path of a file in a folder; checks the name, which may come from others.
+  """The path of a file in a folder; checks the name, which may come from another person.
 
   Args:
     folder: a folder on this machine.
@@ -112,7 +112,7 @@ def shortage(folder: pathlib.Path, need: int) -> str | None:
 
 @contextlib.contextmanager
 def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Iterator[None]:
-  """Converts errors of creating or opening a folder on a disk: the new error says how to fix them.
+  """Converts errors of creating or opening a folder on a disk into an error that says what to do.
 
   Args:
     name: the folder, for the message.
@@ -144,8 +144,8 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
     if error.errno != errno.ELOOP:
       raise
     raise OSError(
-      f"{path} is a symbolic link, through which nothing is written: remove the link, or choose"
-      " another folder. A link in the place of a folder, such as checkpoints, is followed"
+      f"{path} is a symbolic link, and this program writes no file through a link: remove the link,"
+      " or choose another folder. Links to folders, such as checkpoints, are allowed"
     ) from error
 
 
@@ -196,7 +196,7 @@ def locked(path: pathlib.Path) -> Iterator[IO[bytes]]:
   """Context with a file that is created if needed and locked; the lock ends with the process.
 
   Raises:
-    BlockingIOError: another process has locked it.
+    BlockingIOError: another process has locked or replaced the file.
   """
   with open_own(path, "ab") as file:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -358,18 +358,18 @@ def json_crc32(value: JSON) -> int:
 
 
 def with_crc32(record: Mapping[str, JSON]) -> dict[str, JSON]:
-  """A record with its checksum as the field "crc32"; see `is_as_written`, `parse_checked_line`."""
+  """Adds a record's checksum as the field "crc32"; see `is_as_written`, `parse_checked_line`."""
   return {**record, "crc32": json_crc32(record)}
 
 
 def is_as_written(record: Mapping[str, JSON]) -> bool:
-  """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
+  """Whether a record of `with_crc32` still matches its checksum; False without a checksum."""
   content = {name: value for name, value in record.items() if name != "crc32"}
   return record.get("crc32") == json_crc32(content)
 
 
 def parse_checked_line(line: bytes) -> JsonObject | None:
-  """Parses a line from `with_crc32`, without its checksum; None if it is incomplete or changed."""
+  """Parses a record of `with_crc32`; drops the checksum; None if the line is damaged."""
   record = parse_line(line)
   if record is None or not is_as_written(record):
     return None

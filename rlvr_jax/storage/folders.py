@@ -97,8 +97,8 @@ def open_to_read(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
 def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
   """Context with the path of a local file to write, whose content is in `path` at the end.
 
-  If `path` is local, the file is then on the disk. It is visible earlier: write into a
-  `new_directory`.
+  If `path` is local, the file is on the disk at the end. An incomplete file is visible before:
+  write into a `new_directory`, which hides it.
   """
   if isinstance(system, LocalFileSystem):
     with report_full_disk(pathlib.Path(path)):

@@ -38,7 +38,7 @@ class Listed(NamedTuple):
   """An object in a listing."""
 
   size: int  # bytes
-  change: Hashable  # another value after each write of the object; compared, never ordered
+  change: Hashable  # differs after each write of the object; only tested for equality
 
 
 class Objects(Protocol):
@@ -165,13 +165,13 @@ def _link(temporary: pathlib.Path, path: pathlib.Path) -> None:
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
       raise
     raise OSError(
-      f"{path} cannot be made by a hard link ({error.strerror}), by which programs agree on who was"
-      " first; use a local disk, NFS, or gs://BUCKET/FOLDER as --workdir"
+      f"{path} cannot be created by a hard link ({error.strerror}); programs need hard links to"
+      " agree on which was first: use a local disk, NFS, or gs://BUCKET/FOLDER as --workdir"
     ) from error
 
 
 def _unless_stale(action: Callable[[], _T]) -> _T:
-  """The result of an action on files, which is repeated while the file system calls them stale."""
+  """The result of an action on files; tries up to three times if they are reported as stale."""
   for _ in range(_STALE_TRIES - 1):
     try:
       return action()
@@ -182,7 +182,7 @@ def _unless_stale(action: Callable[[], _T]) -> _T:
 
 
 def _entries(folder: pathlib.Path, prefix: str) -> Iterator[tuple[str, Listed]]:
-  """Yields the files of a folder, by their names after `prefix`."""
+  """Yields (`prefix` + name, entry) for each file of a folder, except temporary files."""
   for entry in os.scandir(folder):
     with contextlib.suppress(FileNotFoundError):  # removed meanwhile
       found = _describe(entry.stat(follow_symlinks=False))
@@ -255,7 +255,7 @@ def open_objects(
   *,
   unreachable_s: float = UNREACHABLE_S,
 ) -> Objects:
-  """The objects of a folder, which is created on a disk.
+  """The objects of a folder; creates the folder if it is on a disk.
 
   Args:
     folder: the result of `parse_path`.

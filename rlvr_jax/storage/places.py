@@ -1,9 +1,9 @@
 """The storage of a run: a disk, or a bucket of Google Cloud Storage, gs://BUCKET/FOLDER.
 
-A bucket has no locks, renames or appends. But an object is complete or absent, and a condition on
-its generation decides between writers. So a run whose workdir is in a bucket writes checkpoints and
-rollouts there, as objects. It writes its logs into a folder on this machine, the staging folder;
-`Workdir.publish` copies changed files from there into the bucket.
+A bucket has no locks, renames or appends. But an object is complete or absent, and a precondition
+on its generation decides which process may write the object. So a run whose workdir is in a bucket
+writes checkpoints and rollouts there, as objects. It writes its logs into a folder on this machine,
+the staging folder; `Workdir.publish` copies changed files from there into the bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORMER = re.compile(r".+\.jsonl/\d{8,}")  # part of a log, as a former version 
 def parse_path(
   owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
 ) -> pathlib.Path:
-  """Parses the path in a flag or field: a `pathlib.Path`, or an `etils.epath.Path` in a bucket.
+  """Parses the path in a flag or field into a `pathlib.Path`; in a bucket, an `etils.epath.Path`.
 
   Args:
     owner: the flag or field, for the message.
@@ -132,7 +132,7 @@ class Workdir:
     Folders are created empty.
 
     Raises:
-      ValueError: a former version of this program wrote them.
+      ValueError: a former version of this program wrote the files.
     """
     if not in_bucket(self.path):
       return
@@ -140,8 +140,8 @@ class Workdir:
     names = bucket.names()
     if former := next(filter(_FORMER.fullmatch, names), None):
       raise ValueError(
-        f"{self.path} is of a former version, which stored its logs in parts ({former}): use the"
-        " version of rlvr_jax that wrote it, or another --workdir"
+        f"{self.path} was written by a former version of rlvr_jax, which stored logs in parts"
+        f" ({former}): use that version, or another --workdir"
       )
     for name in names:
       folder, is_within, _ = name.partition("/")
@@ -154,7 +154,7 @@ class Workdir:
         self._published[name] = _size_and_time(path)
 
   def publish(self, *names: str) -> None:
-    """Puts new and changed files of the staging folder into the bucket: `names`, or all.
+    """Copies new and changed files from the staging folder into the bucket: `names`, or all.
 
     Raises:
       OSError: the bucket cannot be reached.
@@ -193,7 +193,7 @@ def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket 
 
   Args:
     folder: the result of `parse_path`.
-    workdir: the workdir that contains the folder and guards its writes, if any.
+    workdir: the workdir that contains the folder and guards writes into it; None for no guard.
   """
   if not in_bucket(folder):
     return None

@@ -175,7 +175,7 @@ def make_run(
 def make_training_sampler(
   parts: Parts, frozen: Params, answers: Answers
 ) -> tuple[Policies, LocalSampler]:
-  """The policies of a run, and what samples its training rollouts with them in this program.
+  """The run's policies, and the sampler in this program that samples training rollouts with them.
 
   Args:
     parts: the parts of the run.
@@ -259,7 +259,7 @@ def resume(run: Run, resumed: Resumed) -> RunState:
   run.policies.restore(host.fingerprints)
   run.scorer.restore(host.scored_at, resumed.arrays)
   if resumed.damaged:
-    # Damaged batches are sampled again: drawing goes on with the problems of the first of them.
+    # Damaged batches are sampled again: drawing goes on with the first damaged batch.
     missing = min(resumed.damaged)
     before = run.store.info(missing - 1)["after"] if missing else None
     position = Position(**before) if before else run.batches.position()

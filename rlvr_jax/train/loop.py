@@ -59,7 +59,8 @@ class Plan(NamedTuple):
     """Whether the run is saved after this many updates.
 
     Besides every `save_every` updates, the run is saved before a refresh that samples more than
-    `save_every` batches: if one is damaged, a resumed run samples it again from that checkpoint.
+    `save_every` batches: if a batch is damaged, a resumed run samples it again from that
+    checkpoint.
     """
     if step % self.save_every == 0:
       return True

@@ -125,7 +125,8 @@ def gradient_function(
   method = make_method(config, trained.model, mesh)
   if method.teaching is not None:
     raise ValueError(
-      "the recipe has a teacher, but these rollouts lack its log-probabilities; leave it out"
+      "the recipe has a teacher, but these rollouts lack the teacher's log-probabilities; leave the"
+      " recipe out"
     )
   method = method._replace(  # the batch decides what is recorded, not the recipe
     max_response_length=trained.max_response_length,

@@ -1,4 +1,4 @@
-"""Opens a run: its workdir, graders, checkpoints and metrics, in order, closed at the end."""
+"""Opens a run's workdir, graders, checkpoints and metrics, in order; closes them at the end."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def _open_writer(
 def _fleet_sampler(
   parts: Parts, run: Run, workdir: Workdir, identity: Mapping[str, str]
 ) -> FleetSampler:
-  """The sampler of a run with a fleet, which it meets in its workdir.
+  """The trainer's sampler for a fleet, which exchanges files with it in the workdir.
 
   Args:
     parts, run, workdir: parts, objects and workdir of the run.

@@ -27,7 +27,7 @@ from rlvr_jax.workers.process import (
 )
 from rlvr_jax.workers.worker import MAX_DETAIL, Message
 
-_MAX_IDLE_DEATHS = 3  # so many ends in a row of workers that were idle end the pool
+_MAX_IDLE_DEATHS = 3  # the pool ends after so many idle workers in a row have ended
 _MAX_DEFAULT_WORKERS = 32  # each worker has the imports of its program in memory
 _LONGEST_POLL_S = 3600.0  # poll() accepts a few weeks at most
 
@@ -86,7 +86,7 @@ class _Crew:
   def find_room(self, num_queued: int) -> WorkerProcess | None:
     """The worker that should get the next of the queued sessions: the one with the fewest sessions.
 
-    A worker takes only a share of the queue, so that its slow requests do not leave others idle.
+    A worker takes only a share of the queue: else its slow requests could leave other workers idle.
     """
     share = math.ceil(num_queued / (2 * len(self.workers)))
     open_ones = [worker for worker in self.workers if worker.has_room(share)]
@@ -178,9 +178,9 @@ class Pool:
 
   A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker and
   all processes that it has started are killed, and another worker replaces it; the request's result
-  is a `Failure`. So is the result if the code raised an exception or ended the worker. A failure
-  ends the session. The other sessions of the same worker are repeated in other workers and continue
-  there.
+  is a `Failure`. The result is also a `Failure` if the code raises an exception or ends the worker.
+  A failure ends the session. The other sessions of the same worker are repeated in other workers
+  and continue there.
 
   Workers end when this process ends. If a replacement cannot be started, the pool ends, and all
   futures get the error.
@@ -416,7 +416,7 @@ class Pool:
   # --- the end of a worker
 
   def _end_worker(self, worker: WorkerProcess, problem: str) -> None:
-    """Replaces a worker that has ended or exceeds a limit, and fails the session that caused it.
+    """Replaces a worker that has ended or exceeds a limit, and fails the session at fault.
 
     Args:
       worker: the worker.
@@ -434,7 +434,7 @@ class Pool:
       self._fail_start(f"{problem} {worker.last_output()}".strip())
       return
     if self._crew.count_death(is_idle=culprit is None):
-      self._fail_start(f"{problem}; several in a row have ended while they had nothing to do")
+      self._fail_start(f"{problem}; several workers in a row have ended while they were idle")
       return
     if culprit is not None and culprit in worker.sessions:
       kind = "timeout" if is_late else "memory" if worker.ended_by_text() else "failed"

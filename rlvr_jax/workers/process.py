@@ -22,7 +22,7 @@ from rlvr_jax.workers.worker import MARK, MEMORY_STATUS, Message, find_processes
 
 KILL_WAIT_S = 5.0  # time for the kernel to end a process after SIGKILL
 DIED = "its process ended"
-_MAX_LINE = 16 * 2**20  # bytes; a worker's lines are shorter, although JSON may take 6 for a byte
+_MAX_LINE = 16 * 2**20  # bytes; a worker's lines are shorter, although JSON may write a byte as 6
 _PART = 2**16  # bytes that are sent or received at a time
 _LAST_OUTPUT = 2000  # characters of the output of a worker that did not start
 # Requests that a worker has at a time: as many as its threads, enough to hide the round trip.
@@ -367,7 +367,7 @@ class Clock:
   """The time that the requests of one worker take, and their limits; seconds of `time.monotonic`.
 
   One session runs at a time. The time in which a session waits (`worker.waiting`) has a separate
-  limit. The time in which it is ready while another session runs has no limit.
+  limit. The time in which a session waits for its turn to run has no limit.
   """
 
   def __init__(self, limit_s: float):
@@ -419,7 +419,7 @@ class Clock:
     return min(limits, default=(math.inf, None))
 
   def slow_at(self) -> float:
-    """The time at which the running session has used half its limit; ∞ if none runs."""
+    """The time at which the running session has used half its limit; ∞ if no session runs."""
     if self._running is None:
       return math.inf
     session, since = self._running

@@ -38,9 +38,9 @@ MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program'
 # An environment variable that marks all processes which a worker has started: a process may begin
 # its own session of the system, or outlive the worker.
 MARK = "RLVR_JAX_WORKER"
-_MARGIN_S = 1.0  # seconds after a limit, when a worker ends by itself unless its parent kills it
-_MAX_THREADS = 32  # the most requests that wait at a time, and one that runs
-_EXECUTION_S = 1.0  # the most seconds to wait until a process that was just started has variables
+_MARGIN_S = 1.0  # seconds from a limit until a worker ends by itself, unless its parent kills it
+_MAX_THREADS = 32  # largest number of threads: one request runs, the other requests wait
+_EXECUTION_S = 1.0  # longest wait, in seconds, until a new process has its environment variables
 _STACK_BYTES = 4 * 2**20  # stack of a thread; stacks count as address space, which may be limited
 
 Result = TypeVar("Result")
@@ -345,7 +345,7 @@ def find_processes(mark: str) -> set[int]:
   """The processes that have a worker's mark, or descend from such a process.
 
   A process that has just been started shows no variables for a moment, and its parent may have
-  ended. So the search is repeated until there is no such process, for at most `_EXECUTION_S`.
+  ended. So the search is repeated until no process lacks its variables, for at most `_EXECUTION_S`.
   """
   deadline = time.monotonic() + _EXECUTION_S
   while True:

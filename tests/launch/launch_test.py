@@ -605,7 +605,7 @@ def test_machines_that_stop_all_cannot_delete_are_named(capsys):
       raise CommandError("no network")
 
   deleted = []
-  with pytest.raises(LaunchError, match="still there, and billed: try, other"):
+  with pytest.raises(LaunchError, match="not deleted, and still billed: try, other"):
     tpu_vm.stop_all(argparse.Namespace(zone="here", project=""), Stuck())
   assert deleted == ["try", "try", "other", "other"]  # each is stopped, then deleted
 

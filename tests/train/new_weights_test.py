@@ -180,7 +180,7 @@ def test_after_a_kill_the_newest_policies_go_on(tmp_path):
     (dict(fleet__new_weights="later"), "new_weights = 'later'"),
     (
       dict(schedule="fixed_lag(lag=2)"),
-      r"'fixed_lag\(lag=2\)' gives a response no newer weights",
+      r"'fixed_lag\(lag=2\)' never changes weights within a response",
     ),
     (
       dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
@@ -188,7 +188,7 @@ def test_after_a_kill_the_newest_policies_go_on(tmp_path):
     ),
     (
       dict(model__overrides=routes_test.MIXTURE, model__routing="replayed"),
-      "'replayed' has the routes of one version, and the cache has those of several",
+      "'replayed' has the routes of one version, but the cache is made by several",
     ),
   ],
 )

@@ -350,7 +350,7 @@ def test_a_sampler_with_a_rounded_cache_may_differ_by_rounding(session, warm):
   source = rounded.sources[0]
   assert source.max_gap == 5e-2
   strict = dataclasses.replace(rounded, sources=Sources([source._replace(max_gap=1e-5)]))
-  with pytest.raises(AgreementError, match=r"allowed are 1e-05.*raise config\.max_behavior_gap"):
+  with pytest.raises(AgreementError, match=r"the limit is 1e-05.*raise config\.max_behavior_gap"):
     session(staleness.on_policy(), strict, params=warm).step()
 
 

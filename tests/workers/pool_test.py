@@ -152,7 +152,7 @@ def test_workers_that_end_again_and_again_end_the_pool():
       wait_until(lambda: pool._crew.workers[0].is_ready)
     os.killpg(pool.worker_pids()[0], signal.SIGKILL)
     wait_until(lambda: pool._failure is not None)
-    with pytest.raises(StartError, match="SIGKILL; several in a row"):
+    with pytest.raises(StartError, match="SIGKILL; several workers in a row"):
       _ask(pool, Session(), "add", 1)
 
 

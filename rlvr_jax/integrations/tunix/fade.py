@@ -40,10 +40,10 @@ class Fade:
   """FADE's advantages as a stateful advantage estimator for Tunix.
 
   `register` registers the estimator by name, and `attach` connects it to a learner. Tunix then
-  calls it once per batch: it updates its state with the previous batch's solve rate and the latest
-  entropy, and returns advantages from that state. Tunix reports an update's entropy at the end of
-  the next update, one update later than `rlvr_jax.train`. Save `state_dict` with each of Tunix's
-  checkpoints.
+  calls the estimator once per batch. A call updates the state with the previous batch's solve rate
+  and the latest entropy, and returns advantages from the new state. Tunix reports an update's
+  entropy at the end of the next update, one update later than `rlvr_jax.train`. Save `state_dict`
+  with each of Tunix's checkpoints.
   """
 
   def __init__(self, *, initial_entropy: float, **hyper_parameters: Any):
@@ -77,13 +77,14 @@ class Fade:
       raise ValueError(f"Fade.attach: advantage_estimator={name!r} is not this object's name")
     if not isinstance(learner.reward_manager, _TrainingRewards):
       raise ValueError(
-        f"Fade.attach: reward_manager={config.reward_manager!r}; set it to {name!r}, as the"
-        " advantage_estimator"
+        f"Fade.attach: reward_manager={config.reward_manager!r}; set reward_manager to {name!r},"
+        " the name of the advantage_estimator"
       )
     if training.train_micro_batch_size not in (None, training.mini_batch_size):
       raise ValueError(
         f"Fade.attach: train_micro_batch_size={training.train_micro_batch_size} would change the"
-        f" state several times per update; set it to mini_batch_size={training.mini_batch_size}"
+        " state several times per update; set train_micro_batch_size to"
+        f" {training.mini_batch_size}, the mini_batch_size"
       )
     learner.rl_cluster.actor_trainer.with_rl_metrics_to_log(
       {"kl": np.mean, "pg_clipfrac": np.mean, "entropy": self._observe}

@@ -35,8 +35,8 @@ def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
     loss: policy loss, such as `losses.p3o()`.
     negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for no veto.
   Returns:
-    A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner and
-    those of the loss.
+    A function for Tunix's `register_policy_loss_fn`. It returns the metrics of Tunix's
+    learner and the metrics of the loss.
   Raises:
     ValueError: the loss needs log-probabilities that Tunix does not record; at trace time, the
       batch is packed, has importance weights, or does not consist of complete groups.
@@ -129,7 +129,8 @@ def train_batch(
   Args:
     train_example: Tunix's training example.
     num_generations: G.
-    policy_logprobs: f32[B, T], nats, used for log β if Tunix recorded none; None for 0.
+    policy_logprobs: f32[B, T], nats, used as behavior log-probabilities if Tunix recorded none;
+      None for 0.
   Returns:
     A batch of valid rollouts whose rewards are NaN, because Tunix's example has no rewards.
   Raises:

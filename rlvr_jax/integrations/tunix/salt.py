@@ -106,23 +106,23 @@ def salt_coefficients(
   gram: GramFn | None = None,
   split_head: SplitHead = split_head,
 ) -> tuple[Array, Metrics]:
-  """SALT's coefficients for a batch of Tunix, which replace its advantages.
+  """SALT's coefficients, which replace the advantages of a batch of Tunix.
 
   Runs the model once without a gradient. The Gram matrix is computed from the head's per-rollout
   gradients at the parameters of `model`, over the rollouts of `train_example`.
 
   Args:
     model: a model of Tunix.
-    train_example: Tunix's training example; its `advantages`, f32[B], are A.
+    train_example: Tunix's training example; its `advantages`, f32[B], are reweighted.
     num_generations: G.
     pad_id, eos_id: ids of the tokenizer.
     temperature: temperature of the policy, > 0.
     method: reweighting; `reweighting.salt()` by default. A random subspace is the same in every
       batch.
     gram: `geometry.streaming()`, the default, or `geometry.sketch()`.
-    split_head: function like `split_head`.
+    split_head: function that splits a model as this module's `split_head` does.
   Returns:
-    A', f32[B], and SALT's metrics.
+    The coefficients, f32[B], and SALT's metrics.
   Raises:
     ValueError: `gram` runs the model itself; the scope of `method` does not divide the batch; see
       also `train_batch` and `split_head`.

@@ -64,7 +64,7 @@ class Checkpointer:
       directory: contains one directory per saved step, damaged steps included; may be in a
         bucket.
       keep: number of latest checkpoints to keep, ≥ 1. The checkpoint with the highest `metric` is
-        kept, too, and the one that `keep_at_or_before` of `save` names.
+        kept, too, and the checkpoint that `keep_at_or_before` of `save` selects.
       workdir: the workdir of the run; its claim is checked before objects in a bucket are removed.
       short_lived: whether arrays are written quickly, neither compressed nor joined into few files.
     """
@@ -74,7 +74,7 @@ class Checkpointer:
     self.directory = make_absolute(parse_path("the folder of checkpoints", directory))
     self._bucket = open_bucket(self.directory, workdir)
     self._keep, self._return_to = keep, -1
-    # All processes use the first one's list, since it may be removing files now.
+    # All processes use the list of the first process, which may be removing files now.
     found = multihost.result_of_first(self._open)
     # Metrics by step, of the complete checkpoints and of the checkpoint that is being written.
     self._metrics: dict[int, float | None] = dict(map(tuple, found))
@@ -108,7 +108,7 @@ class Checkpointer:
     """Starts saving: copies the state, then writes files in the background.
 
     The caller may donate `state` and change `arrays` as soon as this returns. Blocks while an
-    earlier save is still being written; its error, if any, is raised here.
+    earlier save is still being written; if the earlier save has failed, its error is raised here.
 
     Args:
       step: number of updates so far.
@@ -276,7 +276,7 @@ class Checkpointer:
     return found
 
   def _remove(self, steps: Iterable[int]) -> None:
-    """Removes checkpoints, so that after a kill no partly removed one looks complete."""
+    """Removes checkpoints; even after a kill, no partly removed checkpoint looks complete."""
     for step in steps:
       if self._bucket is not None:
         self._bucket.delete(f"{step}/{COMMITTED}")
@@ -299,7 +299,7 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _convert_errors(self) -> Iterator[None]:
-    """Converts orbax's errors into ours, which say how to fix them."""
+    """Converts errors of orbax into DiskFullError or CheckpointError, which name the folder."""
     try:
       yield
     except Exception as error:

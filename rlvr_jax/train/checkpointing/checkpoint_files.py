@@ -38,7 +38,7 @@ from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Array, Params, Tree
 
 MARKER = "rlvr_jax checkpoint 2"
-COMMITTED = "commit_success.txt"  # orbax writes it last
+COMMITTED = "commit_success.txt"  # orbax writes this file last
 MANIFEST = "manifest/metadata"  # the file of the item `manifest`
 _HOST = "host-"  # prefix of the names of the host's arrays
 # Words in errors of tensorstore and gcsfs if a bucket does not respond, or refuses access.
@@ -71,7 +71,7 @@ class Restored(NamedTuple):
 
 
 def saved_steps(directory: pathlib.Path) -> list[int]:
-  """The steps with a checkpoint in `directory`, from `storage.places.parse_path`; ascending."""
+  """The steps that have a checkpoint in `directory`, a path from `parse_path`; ascending."""
   paths = [path for path in directory.glob("*") if path.name.isdigit()]
   if in_bucket(directory):  # in a bucket, a killed save also leaves a directory
     paths = [path for path in paths if (path / COMMITTED).exists()]
@@ -155,7 +155,7 @@ def read_state(
   Args:
     directory: the directory of one step.
     abstract_state: see `Checkpointer.restore`.
-    if_other: remedy for a ForeignCheckpointError, a sentence.
+    if_other: sentence at the end of a ForeignCheckpointError, which says what to do.
     verifies: whether to verify the state; if False, `verify_state` does it later. With several
       processes a background thread must not dispatch the programs that verify.
   Raises:
@@ -219,7 +219,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
     saved = {n: e for n, e in saved.items() if n.startswith(prefix) and not n.startswith(_HOST)}
     expected = {prefix + name: leaf for name, leaf in _named_leaves(abstract).items()}
     remedy = (
-      "Choose a checkpoint with this run's network, adapters and optimizer, or change this run's."
+      "Choose a checkpoint with this run's network, adapters and optimizer, or change these fields."
     )
     _check_same_leaves(directory, expected, saved, remedy)
     stored = _read_arrays(directory, expected, saved)
@@ -229,7 +229,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Tree) -> Tree:
 
 @contextlib.contextmanager
 def _report_damage(directory: pathlib.Path) -> Iterator[None]:
-  """Converts errors of reading into TornCheckpointError, unless the files are not to blame."""
+  """Converts errors of reading into TornCheckpointError, unless they show another cause."""
   try:
     yield
   except ForeignCheckpointError:
@@ -326,7 +326,7 @@ def _host_sums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 
 def _check_sums(sums: Mapping[str, int], entries: Entries) -> None:
-  """Raises ValueError if an array's checksum differs from that in its entry of the manifest."""
+  """Raises ValueError if an array's checksum differs from the checksum in the manifest."""
   for name, entry in entries.items():
     if sums[name] != entry["checksum"]:
       raise ValueError(f"{name!r} has checksum {sums[name]}, saved with {entry['checksum']}")

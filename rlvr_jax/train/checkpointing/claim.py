@@ -2,8 +2,9 @@
 
 The claim is an object that its owner rewrites every few seconds, on the condition that no other
 process has written it. A process that finds a claim watches the object, by its own clock. If the
-object changes, the process is refused. If the object does not change within the owner's time limit,
-the process takes the claim over. An owner that was silent for longer than its limit stops writing.
+object changes, its owner is alive, and the process ends with an error. If the object does not
+change within the owner's time limit, the process takes the claim over. An owner that was silent for
+longer than its limit stops writing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class WorkdirError(RuntimeError):
 
 
 class _Owner(NamedTuple):
-  """The process that has a claim; JSON."""
+  """The process that has a claim; all fields are JSON values."""
 
   id: str  # identifies the claim
   host: str
@@ -91,7 +92,7 @@ class BucketClaim:
     """Seconds for which this process certainly keeps the claim; to be called before every write.
 
     Raises:
-      WorkdirError: another process may have taken over.
+      WorkdirError: another process may have taken over the claim.
     """
     silent_s = _now() - self._confirmed
     left_s = 0.9 * self._owner.limit_s - silent_s

@@ -114,7 +114,7 @@ def open_workdir(workdir: str | os.PathLike[str], enter: Enter) -> tuple[Workdir
   Returns:
     The workdir, and the files of this start, which are removed if the start fails.
   Raises:
-    WorkdirError: another process has claimed the workdir, or it cannot be written.
+    WorkdirError: another process has claimed the workdir, or the workdir cannot be written.
   """
   folder = Workdir(workdir)
   with report_unwritable(f"--workdir={workdir}", WorkdirError):
@@ -148,8 +148,8 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     config_json: the complete configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
-    WorkdirError: fields differ, listed in the message with both values; or the workdir has a run
-      without config.json.
+    WorkdirError: fields differ, listed in the message with both values; or the workdir has files of
+      a run, but no config.json.
   """
   path = workdir.local / "config.json"
   folder = workdir.path
@@ -157,8 +157,8 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
   if not path.exists():
     if names := run_file_names(path.parent):
       raise WorkdirError(
-        f"{folder}/config.json is missing, but {folder} has {', '.join(names)} of a run, whose"
-        " configuration is unknown without it. Put it back, or use another --workdir."
+        f"{folder}/config.json is missing, but {folder} has {', '.join(names)} of a run."
+        " Put config.json back, or use another --workdir."
       )
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_config(path, new)
@@ -177,7 +177,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     raise WorkdirError(
       f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
-      " workdir is newer than that run: only the version of rlvr_jax that began it can resume it."
+      " workdir is newer than that run: resume it with the version of rlvr_jax that began that run."
       f"{renamed}"
     )
   if new != old and new.get("fleet", {}).get("samplers", False):

@@ -127,7 +127,7 @@ class Channel:
       The values of all processes, in order.
     Raises:
       ControlError: a process did not call in time, or called in another phase; the message names
-        it.
+        that process.
     """
     self._phase, deadline = phase, time.monotonic() + deadline_s
     found = {self.process: (phase, value)}
@@ -139,7 +139,7 @@ class Channel:
     if missing := sorted(set(range(self.count)) - found.keys()):
       raise ControlError(
         f"process {', '.join(map(str, missing))} of {self.count} did not reach {phase!r} within"
-        f" {deadline_s:g} s; see what it printed. {_RERUN}"
+        f" {deadline_s:g} s; see the output of each missing process. {_RERUN}"
       )
     if not self.process:
       for connection in self._connections.values():
@@ -157,7 +157,7 @@ class Channel:
       connection.send("request")
 
   def leave(self, failure: str = "") -> None:
-    """Announces the end of this process, orderly or with a failure that other processes report."""
+    """Announces the end of this process; if it failed, the other processes report `failure`."""
     self._ended.add(*self._connections)
     for connection in self._connections.values():
       connection.send("leave", self.process, failure)
@@ -183,7 +183,7 @@ class Channel:
     self._forward(other, "leave", process, failure)
     self._on_loss(
       f"process {process} of {self.count} {failure}; process {self.process} was at"
-      f" {self._phase!r}. See what it printed. {_RERUN}"
+      f" {self._phase!r}. See the output of the lost process. {_RERUN}"
     )
 
   def _forward(self, source: int, *message: JSON) -> None:

@@ -42,7 +42,7 @@ from rlvr_jax.train.cluster.process import (
 
 T = TypeVar("T")
 _ADDRESS_BYTES = 1024
-_CONNECTING_S = 300  # until all processes are connected to the first; they start minutes apart
+_CONNECTING_S = 300  # seconds for all processes to connect; they may start minutes apart
 # Seconds that an exchange waits. `process.deadline` is longer, since its message cannot name the
 # missing process.
 _EXCHANGE_S = 0.9 * DEADLINE_S
@@ -119,7 +119,7 @@ def _open_channel(coordinator: str | None) -> None:
 
 
 def _exit_with(message: str) -> None:
-  """Ends this process after another process died or failed: it would wait for it forever."""
+  """Ends this process after another process died or failed; else it would wait forever."""
   if not _left.wait(1.0):  # meanwhile a more specific message may be printed
     os.write(2, f"error: {message}\n".encode())  # sys.stderr may be silenced
     os._exit(1)

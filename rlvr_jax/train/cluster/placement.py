@@ -1,4 +1,4 @@
-"""The meshes of a run, and the shardings of its arrays on them."""
+"""The meshes of a run, and the shardings of the run's arrays on these meshes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Placement:
     base: all parameters of the network, as shapes, dtypes and shardings.
     frozen: the parameters that are not trained, in the same form; {} if all are trained.
     teachers: for each teacher, in the same form, the parameters that only this teacher has.
-    scored_groups: the most groups in one forward pass on the devices of `generation_mesh`.
+    scored_groups: largest number of groups in one forward pass on the devices of `generation_mesh`.
   """
 
   mesh: Mesh

@@ -29,7 +29,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit, where the code is not in a checkout
 _FEW_CORES = 8  # up to so many cores, all threads share one arena of malloc
-MUCH_FREED = 2**29  # bytes; more are returned to the kernel between the phases of a run
+MUCH_FREED = 2**29  # bytes; if more are free, the kernel gets them back between phases of a run
 _YOUNG_OBJECTS = 10_000
 
 
@@ -211,8 +211,8 @@ def describe_error(error: BaseException) -> str:
     return str(error)
   limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   return (
-    f"too many open files: this process may have {limit}. Raise the limit, such as with ulimit -n"
-    f" 4096, then rerun the same command ({type(error).__name__}: {str(error)[:100]}…)"
+    f"too many open files: this process may have {limit} open files. Raise the limit, such as with"
+    f" ulimit -n 4096, then rerun the same command ({type(error).__name__}: {str(error)[:100]}…)"
   )
 
 

@@ -167,7 +167,7 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def platform(mesh: Mesh | AbstractMesh | None) -> str:
-  """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, that of this program."""
+  """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, this program's platform."""
   name: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
   return name
 
@@ -238,7 +238,7 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations [P, ...] sharded on prompts; only weights are then moved."""
+  """A function that keeps activations [P, ...] sharded on prompts, so that only weights move."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
@@ -247,8 +247,8 @@ def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
 def make_residual(mesh: Mesh) -> Residual:
   """Functions that shard the residual stream on prompts, and on tokens over `tensor`.
 
-  The latter is sequence parallelism. Gradients get the inverse constraints: otherwise XLA gathers
-  them along features, and sums the gradients of complete kernels.
+  Sharding on tokens is sequence parallelism. Gradients get the inverse constraints: otherwise XLA
+  gathers them along features, and sums the gradients of complete kernels.
   """
   rows = batch_constraint(mesh)
   if mesh.shape["tensor"] == 1:

@@ -39,13 +39,13 @@ from rlvr_jax.types import Params
 
 DAMAGED_S = 20.0  # seconds that a policy may be damaged: a restarting trainer writes it again
 _AGAIN_S = 1.0  # seconds until a damaged policy is read again
-KEEP = 3  # policies that are kept: a sampler has the time of two updates to restore one
+KEEP = 3  # number of policies kept: a sampler has the time of two updates to restore a policy
 
 
 class Policy(NamedTuple):
   """The version and fingerprint by which trainer and samplers name a policy."""
 
-  version: int  # number of updates before it
+  version: int  # number of updates that the parameters have had
   fingerprint: str  # identifies the parameters, see `generation.policies.lazy_fingerprint`
 
 
@@ -145,7 +145,7 @@ class PolicyPublisher:
 
 
 def read_name(folder: pathlib.Path, version: int) -> Policy | None:
-  """The name of a published policy, from its manifest; None if it is missing or damaged."""
+  """Version and fingerprint of a published policy; None if its manifest is missing or damaged."""
   try:
     return Policy(version, read_manifest(folder / str(version))["host"]["fingerprint"])
   except (CheckpointError, OSError, ValueError, KeyError):
@@ -156,7 +156,7 @@ class Restoring(NamedTuple):
   """A policy that was restored."""
 
   params: Params
-  seconds: float
+  seconds: float  # time to restore the policy
   bytes: int  # bytes of the policy on this process's devices
 
 

@@ -56,7 +56,7 @@ from rlvr_jax.train.setup.grading import named_graders, used_graders
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 from rlvr_jax.types import Params
 
-FOLDER = "fleet"  # folder of a workdir where trainer and samplers meet
+FOLDER = "fleet"  # folder of a workdir through which trainer and samplers exchange files
 WEIGHTS = "fleet_weights"  # folder of a workdir for the published policies
 # Fields of a sampler's machine, which may differ from the trainer's.
 OF_A_SAMPLER = (
@@ -248,8 +248,8 @@ class ComparedSampler:
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
         f"the trainer sends a problem with the grader {foreign[0]!r}. A sampler imports only"
-        " graders that the first problems of its task name: name this one there, and start again in"
-        " another --workdir"
+        " graders that the first problems of its task name: name this grader there, and start again"
+        " in another --workdir"
       )
 
   def take(self) -> list[Group]:
@@ -430,7 +430,7 @@ def trainer_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: the groups that the run allows.
+    allowed: the limits of the run that groups from samplers must keep.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """
@@ -497,7 +497,7 @@ def identify(
 
 
 def _fingerprint_data(source: ProblemSource, tokenizer: Tokenizer) -> str:
-  """16 hexadecimal digits of some training problems, their number, and how they are tokenized."""
+  """16 hexadecimal digits of the number of training problems, some problems and their tokens."""
   size = len(source)
   indices = np.unique(np.linspace(0, size - 1, _COMPARED_PROBLEMS, dtype=int)).tolist()
   problems = [source[index] for index in indices]

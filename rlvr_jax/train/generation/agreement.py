@@ -1,4 +1,4 @@
-"""Whether sampler and trainer compute the same log-probabilities from the same parameters."""
+"""Checks that sampler and trainer compute the same log-probabilities from the same parameters."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def behavior_gaps(
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
-  `update.agreement.behavior_gap`, each under the version that sampled the token. In a group of
+  `update.agreement.behavior_gap`. Each token is compared under the version that sampled the token.
+  In a group of
   several versions a mixture's routers choose again, since each version had its own routes for the
   preceding tokens.
 
@@ -196,7 +197,7 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
     raise AgreementError(
       f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
       f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
-      f" average, allowed are {source.max_gap:.2g}. One of the two does not compute the model's"
+      f" average; the limit is {source.max_gap:.2g}. One of the two does not compute the model's"
       " distribution; if the difference is rounding, raise config.max_behavior_gap"
     )
 

@@ -86,7 +86,7 @@ class Policies:
     } | {policy.version: policy}
 
   def rest(self) -> None:
-    """Drops parameters that are not needed before the next policy; call it while none samples."""
+    """Drops parameters not needed before the next policy; call it while no policy samples."""
     if not keeps_several(self._schedule):
       self._used = {}
 

@@ -1,6 +1,7 @@
 """Behavior log-probabilities at temperature 1, as some inference servers record them.
 
-A deliberate error for experiments: ratios to these values ignore the temperature of sampling.
+This is a deliberate error for experiments: ratios to these values ignore the temperature of
+sampling.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def replace_with_raw(
 
 
 def with_both(group: Group, behavior_logprobs: np.ndarray) -> Group:
-  """The group with other behavior log-probabilities, and the sampler's as `sampled_logprobs`."""
+  """The group with these behavior log-probabilities; `sampled_logprobs` keeps the sampler's."""
   arrays = {
     "behavior_logprobs": behavior_logprobs,
     "sampled_logprobs": group.arrays["behavior_logprobs"],

@@ -182,7 +182,7 @@ class Scorer:
     Args:
       batch: the batch of these groups.
       groups: the groups of the batch; the problem of a group may name its teacher and have a text
-        for it.
+        for the teacher.
       current: the policy's trained parameters at present.
     Returns:
       Arrays f32[P, G, T] by field of the batch; with several teachers also i32[P], the index of
@@ -252,8 +252,8 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  Sampled tokens also count if the loss excludes them, as it may exclude all tokens. The responses
-  are sampled with separate keys, so that measuring does not affect the run.
+  Sampled tokens count even if the loss excludes them, since it may exclude all tokens. The
+  responses are sampled with separate keys, so that measuring does not affect the run.
 
   Args:
     params: the trained parameters.

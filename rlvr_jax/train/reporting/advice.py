@@ -174,8 +174,8 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
   why = recorded.first_difference(batch.number, batch.fingerprints) if recorded else ""
   text = (
     f"from batch {batch.number} on this run has the plan and the versions of"
-    f" {recorded.name if recorded else ''}, not its rollouts: {why}. The seed, the configuration, a"
-    " version or the devices differ"
+    f" {recorded.name if recorded else ''}, but not its rollouts: {why}. The seed, the"
+    " configuration, a library's version or the devices differ"
   )
   return {"repetition": text if why else ""}
 
@@ -210,7 +210,7 @@ def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> 
   """Warns if most positions of an update are padding.
 
   Args:
-    filled: share of the computed places that hold a token.
+    filled: share of the computed positions that hold a token.
     update: number of the update.
     batch: `config.batch`.
   """
@@ -218,7 +218,7 @@ def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> 
     f"{1 - filled:.0%} of the positions in update {update} are padding: its rollouts do not fill"
     " a micro-batch on every device. Set a lower"
     f" config.batch.tokens_per_micro_batch (now {batch.tokens_per_micro_batch}) or"
-    f" config.batch.tokens_per_row (now {batch.tokens_per_row}; both 0: as suited the first"
-    f" batch), or raise config.batch.prompts = {batch.prompts}"
+    f" config.batch.tokens_per_row (now {batch.tokens_per_row}; if both are 0, the first"
+    f" batch has chosen them), or raise config.batch.prompts = {batch.prompts}"
   )
   return {"padding": text if filled < _MOST else ""}

@@ -92,7 +92,7 @@ def loss_tokens_alone(
   """The arrays of a measurement; arrays of tokens [P, G, T] are cut to the N loss tokens, [N].
 
   One rollout follows another, in the order [P, G]; the measurement's "lengths" say how many loss
-  tokens each has.
+  tokens each rollout has.
   """
   counts = np.asarray(mask) > 0
   return {name: x[counts] if x.shape == counts.shape else x for name, x in arrays.items()}

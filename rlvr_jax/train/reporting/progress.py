@@ -35,7 +35,7 @@ _LINE = (  # label, key, format
   ("update tok/s", "time/update_tokens_per_second", "{:,.0f}"),
   ("stale", "staleness/mean", "{:.1f}"),
 )
-_RARE = ("outcome/environment_",)  # prefixes of keys that are printed where they are not 0
+_RARE = ("outcome/environment_",)  # prefixes of keys that are printed only if their value is not 0
 
 
 def compact_line(

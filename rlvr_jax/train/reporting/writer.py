@@ -45,7 +45,7 @@ from rlvr_jax.types import Array
 
 WARM_START = "warm_start"  # a phase with its own counter of steps, before step 0
 BEFORE_FIRST_STEP = -1
-TRACKERS = ("trackio", "wandb")  # the extras of the same names
+TRACKERS = ("trackio", "wandb")  # their pip extras have the same names
 TRACKED_FILE = "tracked.json"  # in a workdir: the run's id in trackers, kept when it is resumed
 
 Value: TypeAlias = float | str | np.generic | np.ndarray | Array  # arrays of no dimensions
@@ -93,7 +93,7 @@ class MetricWriter:
       step: the step of the phase's own counter.
       phase: "train", "eval", "stage" or "warm_start".
       values: numbers (also 0-d arrays) or strings; a float reads back exactly, and a non-finite
-        one is written as "nan", "inf" or "-inf".
+        float is written as "nan", "inf" or "-inf".
     Raises:
       DiskFullError: no space is left.
     """
@@ -133,7 +133,7 @@ class MetricWriter:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns a note on the records up to a step for a checkpoint; JSON.
+    """Syncs the records to disk; returns JSON for a checkpoint about the records up to a step.
 
     Later records belong to an update that was prepared but not made.
     """
@@ -270,7 +270,7 @@ class TensorBoard:
   """
 
   def __init__(self, folder: pathlib.Path, last_step: int | None):
-    """Makes TensorBoard hide events that earlier files have after `last_step`; None: all events."""
+    """Makes TensorBoard hide events of earlier files after `last_step`; None hides all of them."""
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 

@@ -1,4 +1,4 @@
-"""From a configuration to the components of a run; finds every error before compilation."""
+"""Makes a run's components from its configuration; finds every error before compilation."""
 
 __all__ = [
   "behavior_sources",

@@ -64,8 +64,8 @@ def make_sampling(
     named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
     raise ValueError(
       f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
-      f" mean is the kept mass). Set {named(plain)}, or config.allow_truncated_behavior = True"
-      " to allow it"
+      f" mean is the probability of the kept tokens). Set {named(plain)}, or"
+      " config.allow_truncated_behavior = True to allow it"
     )
   return sampling
 
@@ -104,7 +104,7 @@ def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[s
   rest = num_prompts - sum(groups.values())
   if rest < 0:
     raise ValueError(
-      f"config.sources: the fractions {dict(fractions)} sum to more than 1; lower one"
+      f"config.sources: the fractions {dict(fractions)} sum to more than 1; lower one of them"
     )
   return {name: number for name, number in {"policy": rest, **groups}.items() if number}
 
@@ -225,7 +225,7 @@ def _check_recorded_temperature(
     raise ValueError(
       f"{owner}.recorded = 'raw' records log-probabilities at temperature 1, but"
       f" config.policy_temperature = {policy_temperature} is trained, so that all ratios would be"
-      " off; set config.policy_temperature = 1.0, or recorded = 'sampled'"
+      " wrong; set config.policy_temperature = 1.0, or recorded = 'sampled'"
     )
 
 

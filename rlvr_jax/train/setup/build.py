@@ -376,7 +376,7 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """The model and mesh for generation: the arguments, or a model and mesh of another layout.
+  """Model and mesh for generation: those of updates, unless `config.generation_mesh` is set.
 
   Args:
     settings: `config.generation_mesh`.
@@ -434,7 +434,7 @@ def make_network(
   if network.vocab_size < vocab_size and settings.checkpoint:
     raise ValueError(
       f"config.tokenizer = {tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
-      f" {settings.checkpoint!r} only {network.vocab_size}, so they do not match; set"
+      f" {settings.checkpoint!r} has only {network.vocab_size}, so they do not match; set"
       " config.tokenizer = 'checkpoint', or to the folder of that model's tokenizer"
     )
   if network.vocab_size < vocab_size:
@@ -601,7 +601,7 @@ def make_needed_gram(
   if needs_norms and gram.feature != "score":
     raise ValueError(
       f"config.advantage = {advantage_name!r} needs the norms of gradients, but config.gram ="
-      f" {name!r} has the feature {gram.feature!r}; set it to 'streaming'"
+      f" {name!r} has the feature {gram.feature!r}; set config.gram = 'streaming'"
     )
   return gram
 
@@ -645,7 +645,7 @@ def _check_routing(
   if records_routes(settings) and not network.num_experts:
     field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
     raise ValueError(
-      f"config.model.{field} needs a mixture, but num_experts = 0; choose one"
+      f"config.model.{field} needs a mixture of experts, but num_experts = 0; choose one"
       f" ({rlvr_jax.page('experts.md')}), or set routing = 'recomputed' and record_routes = False"
     )
   single = gram if gram.startswith("per_rollout") else ""
@@ -653,7 +653,7 @@ def _check_routing(
     field, other = ("gram", "streaming") if single else ("diagnostics.compared", "")
     raise ValueError(
       f"config.{field} = {single or compared!r} differentiates rollouts one by one, which is not"
-      " offered with config.model.routing = 'replayed'; set it to"
+      " supported with config.model.routing = 'replayed'; set it to"
       f" {other!r}, or routing = 'recomputed'"
     )
 

@@ -76,7 +76,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
       raise ValueError(
         f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
         f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
-        f" batch may have {MAX_INT32}; lower one of them"
+        f" batch may have {MAX_INT32}; lower one of these fields"
       )
 
 
@@ -91,8 +91,8 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
     raise ValueError(
       f"config.mesh.tensor = {tensor} does not divide the network's {_key_heads(network)} key/value"
       " heads;"
-      f" allowed: {allowed}. Set config.mesh.tensor to one of them, and config.mesh.fsdp = -1 for"
-      " the devices that it leaves"
+      f" allowed: {allowed}. Set config.mesh.tensor to an allowed size, and config.mesh.fsdp ="
+      " -1 for the remaining devices"
     )
 
 
@@ -121,7 +121,7 @@ def _key_heads(network: TransformerConfig) -> str:
 
 
 def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> None:
-  """Raises ValueError if this run cannot sample as its schedule and `config.fleet` ask.
+  """Raises ValueError if this run cannot sample as its schedule and `config.fleet` require.
 
   Args:
     config: the configuration of the run.
@@ -164,9 +164,9 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
     check_reasons("", reasons)
   if fleet.new_weights != FINISH and schedule.recorded is None:
     reasons = {
-      f"config.schedule = {name!r} gives a response no newer weights; set it to"
+      f"config.schedule = {name!r} never changes weights within a response; set it to"
       " 'asynchronous(max_lag=4)'": not schedule.threaded,
-      "config.model.routing = 'replayed' has the routes of one version, and the cache has those of"
+      "config.model.routing = 'replayed' has the routes of one version, but the cache is made by"
       " several; set new_weights = 'recompute'": (
         fleet.new_weights == SWITCH and routing_of(config.model) == "replayed"
       ),
@@ -206,7 +206,7 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
 
 
 def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: Grading) -> None:
-  """Raises ValueError if this run lacks what its advantage needs, or cannot use what it returns.
+  """Raises ValueError if the run lacks inputs of its advantage, or cannot use its coefficients.
 
   Args:
     config: the configuration of the run.
@@ -257,7 +257,7 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
 def check_recorded_rewards(
   config: ml_collections.ConfigDict, method: Method, sources: Sources
 ) -> None:
-  """Raises ValueError if rewards of another run may be other than the 0 and 1 that are needed.
+  """Raises ValueError if rewards must be 0 or 1, but rewards of another run may differ.
 
   Args:
     config: the configuration of the run.
@@ -265,7 +265,7 @@ def check_recorded_rewards(
   """
   if method.advantage.needs_binary and sources.shaped:
     raise ValueError(
-      f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but those of"
+      f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but rewards of"
       f" config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
       " another store or another advantage"
     )

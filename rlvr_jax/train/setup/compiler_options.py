@@ -24,7 +24,7 @@ class CompilerOptions(NamedTuple):
 
 
 # Default options by (platform, kind of program). On GPUs no product is tuned: tuning takes a minute
-# of each start, and may choose other products, so other bits, at the next one.
+# of each start, and the next start may choose other products, so that bits differ.
 _DEFAULTS: dict[tuple[str, str], Options] = {
   ("gpu", "training"): {
     "xla_gpu_autotune_level": 0,
@@ -46,7 +46,7 @@ _DEFAULTS: dict[tuple[str, str], Options] = {
 def make_compiler_options(
   settings: ml_collections.ConfigDict, training: Mesh, generation: Mesh
 ) -> CompilerOptions:
-  """The options of a run: those of the configuration, and the devices' defaults for the others.
+  """The options of a run: the configured options, and the devices' defaults for other options.
 
   Args:
     settings: `config.compiler_options`.
@@ -75,7 +75,7 @@ def _defaults(kind: str, mesh: Mesh) -> Options:
   known = _DEFAULTS.get((mesh.devices.flat[0].platform, kind), {})
   if not known or _refusal(known, mesh) is None:
     return known
-  # Another version of the compiler may not know all.
+  # Another version of the compiler may not know all options.
   return {name: x for name, x in known.items() if _refusal({name: x}, mesh) is None}
 
 

@@ -90,7 +90,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> tuple[list[str], Config
 
 _MISSING = (
   "--config is missing; add --config=NAME, a recipe such as quickstart, or your own FILE.py. An"
-  " evaluation or an export of a run needs none with --checkpoint=RUN"
+  " evaluation or an export with --checkpoint=RUN uses the configuration of that run"
 )
 
 
@@ -126,7 +126,8 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
 def _wait_for_run(folder: pathlib.Path) -> pathlib.Path:
   """Waits until a trainer has begun its run in a folder; returns the run's configuration.
 
-  A sampler may get its machine before the trainer does, so it waits, and now and then prints that.
+  A sampler may get its machine before the trainer does, so the sampler waits, and prints
+  now and then that it waits.
 
   Raises:
     ValueError: the folder is a file.
@@ -174,8 +175,8 @@ def _check_is_complete(config: Any) -> None:
   if missing:
     what = f"has no {', '.join(missing)}" if is_one else f"is {config!r:.100}"
     sys.exit(
-      f"error: what get_config() of --config returns {what}; start from"
-      " rlvr_jax.configs.base.get_config(), change that, and return it"
+      f"error: the result of get_config() of --config {what}; start from"
+      " rlvr_jax.configs.base.get_config(), change its fields, and return it"
     )
 
 
@@ -188,7 +189,7 @@ def missing_field(error: AttributeError | KeyError) -> str | None:
   return (
     f"the configuration has no field {name!r}; a recipe that sets a section as a dict, such as"
     " c.batch = dict(…), replaces all of its fields: give all that configs/base.py has, or set only"
-    " those that change, c.batch.prompts = 8"
+    " the fields that change, such as c.batch.prompts = 8"
   )
 
 
@@ -218,7 +219,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
     f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
-    " only task.kwargs and model.overrides take others)"
+    " only task.kwargs and model.overrides take other fields)"
   )
 
 
@@ -298,7 +299,7 @@ def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:
   if not named or is_trusting(argv):
     return
   what = "\n".join([f"{path} names code outside of rlvr_jax, which would run here:", *named])
-  sys.exit(f"error: {what}\nadd --trust_run if you trust who wrote that run")
+  sys.exit(f"error: {what}\nadd --trust_run if you trust the author of that run")
 
 
 def _set_fields(section: ConfigDict, values: JsonObject) -> None:

@@ -42,12 +42,12 @@ from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.types import BatchShape
 from rlvr_jax.workers.pool import Failure, default_workers
 
-MAX_WORKERS = 1024  # processes of graders, or of environments
+MAX_WORKERS = 1024  # largest number of processes of graders, or of environments
 # Environments whose scores are 0 and 1, or the scores of the task's grader.
 KNOWN_SCORES = ("guess", "python", "retry")
 WEIGHTED, _CODE = "weighted", "code"  # names of graders
 _NO_ANSWER = "no answer"  # a text that no grader or environment takes for an answer
-_FIRST_TURN_S = 3600.0  # above all limits of a turn
+_FIRST_TURN_S = 3600.0  # seconds, longer than any limit of a turn
 _NUM_BEGUN = 8  # problems per source whose dialogues are begun for a check
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
@@ -222,7 +222,7 @@ def announce_partial_credit(
     partly += [environment] if spec.name not in KNOWN_SCORES else []
   if partly:
     warn(
-      f"a wrong answer's reward is {reward:g}, also where {', '.join(partly)} scores it between 0"
+      f"a wrong answer's reward is {reward:g}, even if {', '.join(partly)} scores it between 0"
       " and 1; for partial credit set config.grading.outcomes.wrong = score"
     )
 

@@ -35,7 +35,7 @@ def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
     if settings.adapters:
       raise ValueError(
         f"config.lora.adapters = {settings.adapters!r} but config.lora.rank = 0; set rank and alpha"
-        " to those of the adapters"
+        " to the values of the adapters"
       )
     return None
   try:
@@ -115,7 +115,7 @@ class InitialParams:
     """The adapters of `config.lora.adapters`, or new adapters with no effect yet; sharded.
 
     Args:
-      settings: those of this run.
+      settings: the settings of this run's adapters.
     Raises:
       ValueError: the adapters do not match `config.lora` or this network.
       FileNotFoundError: the folder has no adapters.

@@ -49,7 +49,7 @@ def describe_long_texts(
   return (
     f"{network or f'config.model.checkpoint = {checkpoint!r}'} was made for {longest} tokens"
     f" (max_position_embeddings), but {prompts} + config.max_response_length ="
-    f" {needed}. Lower them, or change its config.json, including the rotary settings"
+    f" {needed}. Lower these limits, or change its config.json, including the rotary settings"
   )
 
 

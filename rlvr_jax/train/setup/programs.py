@@ -298,7 +298,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
   tokens = settings.tokens_per_micro_batch or most_places(mesh)
   several = min(several, tokens, longest_row(kind))
   length = row_length(kind, int(max(longest, settings.tokens_per_row or several)))
-  # Longer rows may be aligned more coarsely, and then need more places for the longest rollout.
+  # Longer rows may be aligned more coarsely, and then need more positions for the longest rollout.
   while (least := min_row_length(*sizes, alignment=row_alignment(kind, length))) > length:
     length = row_length(kind, least)
   return row_layout(
@@ -312,7 +312,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
 
 def most_places(mesh: Mesh | AbstractMesh) -> int:
-  """The most places of a micro-batch on a device, unless a rollout needs more.
+  """Largest number of positions of a micro-batch on a device, unless a rollout needs more.
 
   Larger micro-batches take more memory, and are slower on a CPU, whose caches are small.
   """

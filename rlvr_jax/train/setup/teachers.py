@@ -38,7 +38,8 @@ from rlvr_jax.update.teaching import Teaching
 # network without adapters, and the policy itself.
 INITIAL, BASE, POLICY = "initial", "base", "policy"
 _FIELD = "config.teacher.checkpoint"
-# The fields of config.teacher without a teacher. Its `prompt` has no effect without `privileged`.
+# Values of the fields of config.teacher if there is no teacher. Its `prompt` has no effect without
+# `privileged`.
 _UNSET = dict(checkpoint="", checkpoints=(), by="", privileged="", max_prompt_length=0)
 _UNSET |= dict(temperature=None, weight=1.0, reward_weight=1.0)
 _OF_PROBLEMS = ("answer", "solution")  # fields of every problem, besides the fields of its line
@@ -53,7 +54,7 @@ class Teacher(NamedTuple):
     model: the teacher's functions on the mesh of updates.
     checkpoint: a folder; or `INITIAL`, `BASE` or `POLICY`.
     params: shapes, dtypes and shardings of the parameters that are kept for the teacher; {} if
-      none are.
+      none are kept.
     read: reads these parameters; None if the teacher uses the run's own parameters.
     check: raises ValueError unless the checkpoint has these parameters and the given tokenizer;
       reads no weights.
@@ -224,7 +225,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     f"checkpoints = {settings.checkpoints} has a name twice; rename one": len(named)
     < len(settings.checkpoints),
     f"by = {settings.by!r} with checkpoints = {settings.checkpoints}; set both, the field of a"
-    " problem's line that names its teacher, and pairs (name, checkpoint), or neither": bool(
+    " problem's line that names its teacher and pairs (name, checkpoint), or set neither": bool(
       settings.by
     )
     != bool(named),
@@ -234,7 +235,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
       settings.privileged and "{privileged}" not in settings.prompt
     ),
     f"max_prompt_length = {settings.max_prompt_length} with privileged ="
-    f" {settings.privileged!r}; set it to the tokens of the longest prompt of the teacher": bool(
+    f" {settings.privileged!r}; set both or neither; it limits the teacher's prompt": bool(
       settings.privileged
     )
     != bool(settings.max_prompt_length),
@@ -279,7 +280,7 @@ def make_prompts(
     settings: `config.teacher`.
     tokenizer: the tokenizer of the run.
     make_layout: the most tokens of a prompt → the row layout.
-    longest_row: the most places of a row; ∞ without a limit.
+    longest_row: largest number of positions of a row; ∞ without a limit.
   Raises:
     ValueError: the teacher's prompts are too long for a row.
   """
@@ -290,8 +291,8 @@ def make_prompts(
   layout = make_layout(length)
   if layout.length > longest_row:
     raise ValueError(
-      f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} places with"
-      f" config.max_response_length; attention takes {longest_row:g}: lower one of them"
+      f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} positions with"
+      f" config.max_response_length, but attention takes {longest_row:g}: lower one of these fields"
     )
   return TeacherPrompts(tokenizer, settings.prompt, length, layout)
 
@@ -348,7 +349,7 @@ def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[
 
 
 def _text_of(problem: Problem, field: str, name: str) -> str:
-  """A text of a problem, that `config.teacher.FIELD` names."""
+  """The text of a problem that `config.teacher.FIELD` names."""
   text = problem.own_reference.get(name)
   if name in _OF_PROBLEMS and text is None:
     text = getattr(problem, name)
@@ -435,7 +436,7 @@ def make_teacher(
       network,
       compute_dtype=model.config.compute_dtype,
       matmul_precision=model.config.matmul_precision,
-      # A published network is not trained; the dtype of a run's is that of its checkpoint.
+      # A published network is not trained; a run's network keeps the dtype of its checkpoint.
       param_dtype=network.param_dtype if is_run else model.config.compute_dtype,
       attention=model.config.attention,  # rows are aligned for this implementation
       expert_products="auto",

@@ -94,7 +94,7 @@ def _checked(source: ProblemSource) -> Iterator[Problem]:
 
 
 def _describe(places: dict[str, str], count: int) -> str:
-  """Text on faulty problems: their number, of `count`, and what happened at the first ones."""
+  """Describes faulty problems: how many of `count`, and what happened at the first few."""
   named = "; ".join(list(places.values())[:_NUM_NAMED])
   more = "; …" if len(places) > _NUM_NAMED else ""
   return f"{len(places)} of {count} problems: {named}{more}"

@@ -65,7 +65,7 @@ def restore_sources(
   try:
     return make_sources(pins=pinned)
   except ValueError as error:
-    raise StoreError(f"{error} (this run began with what {path} names)") from error
+    raise StoreError(f"{error} (this run began with the sources in {path})") from error
 
 
 def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:

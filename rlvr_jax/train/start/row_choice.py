@@ -2,7 +2,7 @@
 
 Rows always have room for the longest rollout that the configuration allows, so that every batch
 fits. The best row length depends on the actual lengths of rollouts and on the device: on the fixed
-cost of a micro-batch, and on how many places the device computes at once.
+cost of a micro-batch, and on how many positions the device computes at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rlvr_jax.train.setup.programs import (
 )
 from rlvr_jax.types import BatchShape
 
-_LEAST_PLACES = 64  # places of the shortest row that is tried; shorter rows save nothing
-_MOST_WHOLE = 4096  # places of a micro-batch that may hold a whole batch
-_MOST_PADDING = 1.25  # computed places per used place, if some layout needs so few
+_LEAST_PLACES = 64  # positions of the shortest row that is tried; shorter rows save nothing
+_MOST_WHOLE = 4096  # positions of a micro-batch that may hold a whole batch
+_MOST_PADDING = 1.25  # computed positions per used position, if some layout needs so few
 _LENGTHS_PER_OCTAVE = 8  # row lengths that are tried between a length and its double
 _ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)  # rows per device that are tried
 # A layout is also tried with longer responses, since later batches may have them.
@@ -52,8 +52,9 @@ def choose_row_layout(
   """The layout in which batches with lengths such as these are computed fastest.
 
   It packs this batch and batches that are drawn from its groups, some with longer responses. Among
-  layouts with little padding, it takes the layout with the least cost. A place costs 1, or more in
-  long rows whose attention computes all scores; a micro-batch adds a fixed number of places.
+  layouts with little padding, it takes the layout with the least cost. A position costs 1, or more
+  in long rows whose attention computes all scores; a micro-batch adds the cost of a fixed number of
+  positions.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.
@@ -68,7 +69,7 @@ def choose_row_layout(
 
   @functools.cache
   def count_rows(length: int, alignment: int) -> list[tuple[int, int]]:
-    """(number of rows, used places) of each of `batches`."""
+    """(number of rows, used positions) of each of `batches`."""
     sizes = dict(length=length, alignment=alignment)
     return [_used(assign_rows(*batch, **sizes)) for batch in batches]
 
@@ -81,7 +82,7 @@ def choose_row_layout(
     return [_Count(-(-number // step), 0, used) for number, used in rows]
 
   def judge(layout: RowLayout) -> tuple[float, float]:
-    """(computed places per used place, for the worst growth; cost of an update)."""
+    """(computed positions per used position, for the worst growth; cost of an update)."""
     counts = count(layout)
     places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
     padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)
@@ -123,11 +124,11 @@ class _Count(NamedTuple):
 
   micro_batches: int
   short: int  # number of micro-batches with short rows
-  used: int  # places that hold a token
+  used: int  # positions that hold a token
 
 
 def _used(rows: Sequence[Row]) -> tuple[int, int]:
-  """(number of rows, places in them that hold a token)."""
+  """(number of rows, number of their positions that hold a token)."""
   return len(rows), sum(row.used for row in rows)
 
 
@@ -151,11 +152,11 @@ def _similar_batches(
 
 
 def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
-  """The fixed cost of a micro-batch, as the number of places that take the same time.
+  """The fixed cost of a micro-batch, as the number of positions that take the same time.
 
   Each micro-batch reads the weights and adds its gradient to the sum. A CPU of two cores computes
-  some 50 places in that time, for any network; the term in `width` is for small matrix products,
+  some 50 positions in that time, for any network; the term in `width` is for small matrix products,
   which use only one core. An H100 or a TPU v5p moves 28 bytes for each parameter in the time of 300
-  to 500 places, at 6 FLOPs per parameter and place.
+  to 500 positions, at 6 FLOPs per parameter and position.
   """
   return 48 + 2**14 / width if sharding.is_on_cpu(mesh) else 512

@@ -149,7 +149,7 @@ def test_a_run_s_configuration_is_code_that_needs_trust(field, tmp_path):
   with pytest.raises(SystemExit) as refused:
     parsed(recipe=path)
   assert re.search(rf"names code outside of rlvr_jax.*\n  config\.{field}.* = ", str(refused.value))
-  assert refused.value.args[0].endswith("add --trust_run if you trust who wrote that run")
+  assert refused.value.args[0].endswith("add --trust_run if you trust the author of that run")
   trusting = parsed("--trust_run", recipe=path)
   assert (
     trusting.to_json_best_effort() == parsed("--trust_run=true", recipe=path).to_json_best_effort()

@@ -185,8 +185,8 @@ FRACTION = "code(reward='fraction')"
 @pytest.mark.parametrize(
   ("grader", "wrong", "environment", "said"),
   [
-    ("my_module:grade", "0", "", "reward is 0, also where my_module:grade scores it between 0 and"),
-    (FRACTION, "-0.5", "", f"reward is -0.5, also where {FRACTION}"),
+    ("my_module:grade", "0", "", "reward is 0, even if my_module:grade scores it between 0 and"),
+    (FRACTION, "-0.5", "", f"reward is -0.5, even if {FRACTION}"),
     ("reasoning_gym", "0", "", "set config.grading.outcomes.wrong = score"),
     ("gsm8k", "0", "mine:make", "where mine:make scores"),
     ("my_module:grade", "score", "", ""),
