@@ -201,7 +201,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
   ("c.width = 3", [""], r"AttributeError: no field 'width' \(.*, line 3"),
   ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
-  ("return 5", [""], r"returns is 5; start from"),
+  ("return 5", [""], r"result of get_config\(\) of --config is 5; start from"),
   ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""], r"has no num_updates, t"),
   ("", [":unknown"], r"wrong\.py:unknown: TypeError"),
   ("", ["x"], r"--config=.*wrong\.pyx: there is no such file"),
