@@ -73,7 +73,7 @@ MISTAKES = [
   (dict(evaluation__num_samples=10**9), r"num_samples = 4000000000 responses of .* lower"),
   (dict(warm_start__learning_rate="constant(peak=1e-3, warmup=2147483648)"),
    r"warmup = 2147483648 is not"),
-  (dict(model__overrides={"num_layers": "two"}), r"num_layers='two' must be .* a whole number"),
+  (dict(model__overrides={"num_layers": "two"}), r"num_layers='two' must be a whole number"),
   (dict(model__overrides={"vocab_size": 10**12}), r"vocab_size=1000000000000 must be .* below 2"),
   (dict(advantage="grpo(3)"), r"config\.advantage = 'grpo\(3\)'"),
   (dict(task__kwargs__prompt="{expression:>3000000000}"), r"has a width of 30+; at most 100000"),

@@ -103,7 +103,7 @@ def test_a_checkpoint_has_the_numbers_of_the_layers(tmp_path, pattern):
 def test_a_family_without_such_layers_is_not_written(tmp_path):
   config = dataclasses.replace(CONFIG, qk_norm=False)
   params = updates.small_model(config).init(jax.random.key(0))
-  with pytest.raises(ValueError, match=r"nearest, mixtral, differs in .*sparse_layers"):
+  with pytest.raises(ValueError, match=r"nearest family, mixtral, differs in .*sparse_layers"):
     save_checkpoint(tmp_path / "out", params, config)
 
 
