@@ -188,7 +188,7 @@ FRACTION = "code(reward='fraction')"
     ("my_module:grade", "0", "", "reward is 0, even if my_module:grade scores it between 0 and"),
     (FRACTION, "-0.5", "", f"reward is -0.5, even if {FRACTION}"),
     ("reasoning_gym", "0", "", "set config.grading.outcomes.wrong = score"),
-    ("gsm8k", "0", "mine:make", "where mine:make scores"),
+    ("gsm8k", "0", "mine:make", "even if mine:make scores"),
     ("my_module:grade", "score", "", ""),
     ("code", "0", "", ""),
     ("gsm8k", "0", "guess", ""),
