@@ -1,4 +1,4 @@
-"""The claims of docs/reproduction.md, what decides each, and what else was compared."""
+"""Claims of docs/reproduction.md, comparisons that decide claims, and further comparisons."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ STEPS = Task("`steps`", "steps/README.md", results("steps"))
 
 
 def average(metric: str) -> OfRun:
-  """Mean over a run's measurements, of experiments/salt_geometry."""
+  """The mean of a metric over the measurements of a run of experiments/salt_geometry."""
   return lambda run: statistics.mean(value for _, value in run["curves"][metric])
 
 
 def measured(name: str) -> OfRun:
-  """What an experiment with a plan has measured over a run."""
+  """A value that an experiment has stored in a run's field "measured", by its name."""
   return lambda run: run["measured"][name]
 
 
@@ -70,17 +70,17 @@ def start_8(run: Result) -> float:
 
 
 def fall(run: Result) -> float:
-  """Fall of held-out pass@1 from its highest value to the late one."""
+  """Highest held-out pass@1 minus late held-out pass@1."""
   return HIGHEST(run) - LATE(run)
 
 
 def late_rise(run: Result) -> float:
-  """Late held-out pass@1, less that before the first update."""
+  """Late held-out pass@1 minus held-out pass@1 before the first update."""
   return LATE(run) - start(run)
 
 
 def correlation_above_chance(run: Result) -> float:
-  """Correlation of two matrices of cosines, less the 95 % quantile of permutations."""
+  """Correlation of two matrices of cosines minus the 95 % quantile over permutations."""
   correlation, permuted = (
     average(f"geometry/agreement_{name}")(run) for name in ("correlation", "permutation_quantile")
   )
@@ -88,7 +88,7 @@ def correlation_above_chance(run: Result) -> float:
 
 
 def directions_per_rollout(run: Result) -> float:
-  """PR by `score`, as a share of the rollouts."""
+  """The participation ratio by the feature `score`, divided by the number of rollouts."""
   return measured("PR, score")(run) / ROLLOUTS
 
 
@@ -104,20 +104,20 @@ ENTROPY, RANK_ONE = measured("entropy over the run"), measured("head's rank-1 fr
 
 
 def speedup(name: str) -> Side:
-  """The speed-up of stale rollouts over fresher ones, in a race of experiments/large_ratios."""
+  """The speed-up of stale over fresher rollouts in a race, from experiments/large_ratios."""
   race = RACES[name]
   found = speedups(RATIOS.all_runs, race, PRICE, at_most=race.bounded)
   return Side(f"speed-up {'at most ' if race.bounded else ''}of {race.stale}", found)
 
 
 def larger_groups(name: str, label: Callable[[int], str]) -> Side:
-  """What larger groups do for a method's pass@1, in experiments/sampled_feature."""
+  """A method's late pass@1 at G = 64 minus at G = 4, from experiments/sampled_feature."""
   labels = {size: label(size) for size in SIZES}
   return Side(f"{name}, G = 64 less 4", gain_of_size(WRITTEN.all_runs, labels))
 
 
 def sweep_mean() -> Side:
-  """The mean over GRPO's clips, in experiments/low_precision."""
+  """The mean of late pass@8 over GRPO's clips, from experiments/low_precision."""
   return Side(low.SWEEP.control, low.sweep_mean(PRECISION.all_runs))
 
 
@@ -125,10 +125,10 @@ def sweep_mean() -> Side:
 
 
 class Claim(NamedTuple):
-  """A claim of a paper, or a part of one."""
+  """A claim of a paper, or a part of a claim."""
 
   text: str
-  decided: Comparison | str  # what decides it; without a comparison, one of the last VERDICTS
+  decided: Comparison | str  # the comparison that decides the claim, or one of the last VERDICTS
 
 
 def between(
@@ -141,13 +141,13 @@ def between(
   claimed: str = "more",
   plan: str = "",
 ) -> Comparison:
-  """A comparison of two arms by one value, such as held-out pass@1, where 0.03 matters."""
+  """A comparison of two arms by a value of their runs; by default by late held-out pass@1."""
   sides = side(task, arm, value), side(task, control, value)
   return Comparison(quantity, *sides, task, margin, claimed, plan)
 
 
 def below(value: OfRun, quantity: str, bound: float, meaning: str) -> Comparison:
-  """A comparison of GRPO's gradients with a bound that they are to stay below."""
+  """A comparison of a bound with a value of GRPO's gradients; the claim: the value is lower."""
   above = Side(f"{bound:g} ({meaning})", {}, bound)
   return Comparison(quantity, above, side(WRITTEN, grpo(16), value), WRITTEN, 0.1)
 
@@ -157,7 +157,7 @@ _DEGRADED = low.label(low.GRPO, *low.HARDEST)
 _RELAXED, _TIGHT = at_lower("relaxed"), at_lower("GRPO, ε = 0.2")
 _CEILING = (1 + PRICE / 4) / (1 + PRICE / UPDATES_PER_HAND_OVER)  # if updates teach alike
 
-CLAIMS = {  # S1 … M5, with a letter where a claim has several parts
+CLAIMS = {  # S1 … M5; a letter distinguishes the parts of a claim
   "S1a": Claim(
     "under GRPO gradients are of low rank: low PR",
     below(directions_per_rollout, "PR by `score`, over the rollouts", 0.5, "half"),
@@ -394,16 +394,16 @@ DECIDED_BY: Mapping[str, Comparison] = {
 }
 
 
-# --- what else was compared -----------------------------------------------------------------------
+# --- further comparisons --------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
-  """A difference that decides nothing, and that no experiment's page has."""
+  """A difference that decides no claim and that no experiment's page shows."""
 
   claim: str
   task: Task
   arm: str
-  control: str  # "" where the value is itself a difference
+  control: str  # "": the arm's value is itself a difference
   value: OfRun = final_value
   quantity: str = "pass@1"
 

@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md, from the values and comments of configs/base.py, from the root:
+"""Writes docs/configuration.md from the values and comments of configs/base.py.
+
+Run it in the root of the repository:
 
 python -m docs.configuration
 """
@@ -28,7 +30,7 @@ values. Any field can be set on the command line, `--config.FIELD=VALUE`:
 
 
 class Comments:
-  """The comments of a source file, by line."""
+  """The comments of a source file, by line number."""
 
   def __init__(self, source: str):
     self._after: dict[int, str] = {}
@@ -39,7 +41,7 @@ class Comments:
         (self._alone if alone else self._after)[token.start[0]] = token.string.lstrip("# ")
 
   def of(self, first: int, last: int) -> str:
-    """Comments above line `first`, and behind the lines `first` to `last`, as sentences."""
+    """Comments above line `first`, and at the ends of lines `first` to `last`, as sentences."""
     line, above = first - 1, []
     while line in self._alone:
       above.insert(0, self._alone[line])
@@ -54,18 +56,18 @@ class Comments:
 
 
 class Field(NamedTuple):
-  name: str  # dotted
+  name: str  # path with dots, such as "batch.prompts"
   comment: str
-  group: bool  # whether it has fields of its own
+  group: bool  # whether the field is a group of fields
 
 
 def _fields(name: str, first: int, value: ast.expr, comments: Comments) -> Iterator[Field]:
-  """A field and all below it, in their order."""
+  """Yields a field, and if it is a group, all fields in the group, in the order of the source."""
   is_group = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
   is_group = is_group and value.func.id == "dict"
   yield Field(name, comments.of(first, first if is_group else value.end_lineno), is_group)
   if is_group:
-    none = Comments("")  # a comment on the group's own line is the group's
+    none = Comments("")  # a comment on the group's first line explains the group
     for keyword in value.keywords:
       if keyword.arg:
         its = none if keyword.lineno == first else comments
@@ -75,7 +77,7 @@ def _fields(name: str, first: int, value: ast.expr, comments: Comments) -> Itera
 
 
 def _sampling() -> Iterator[Field]:
-  """Fields of the dataclass that both samplings expand to."""
+  """Yields the fields of `Sampling`, which `sampling` and `evaluation.sampling` have."""
   source = (ROOT / "rlvr_jax" / "sampling.py").read_text(encoding="utf-8")
   comments = Comments(source)
   for node in ast.walk(ast.parse(source)):
@@ -86,7 +88,7 @@ def _sampling() -> Iterator[Field]:
 
 
 def fields() -> list[Field]:
-  """All fields of configs/base.py, groups before what is in them."""
+  """All fields of configs/base.py; a group comes before its fields."""
   source = pathlib.Path(base.__file__).read_text(encoding="utf-8")
   comments, found = Comments(source), []
   (function,) = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef))
@@ -104,15 +106,15 @@ def fields() -> list[Field]:
 
 
 class _Row(NamedTuple):
-  """Fields that one comment explains."""
+  """A row of the table: fields that one comment explains."""
 
-  group: str  # the group whose comment it is; "": of its first field
+  group: str  # the group that the comment belongs to; "": it belongs to the first field
   comment: str
-  fields: list[str]  # as they are set, with their defaults
+  fields: list[str]  # texts such as "batch.prompts=8": name and default
 
 
 def _default(name: str) -> object:
-  """The value of a field; placeholders have none."""
+  """The default of a field; None for a placeholder."""
   value = base.get_config()
   for part in name.split("."):
     value = value[part] if part in value else None
@@ -120,7 +122,10 @@ def _default(name: str) -> object:
 
 
 def _rows(chosen: list[Field]) -> str:
-  """A table of fields; those without a comment share a row with their group or neighbors."""
+  """A Markdown table of fields.
+
+  A field without a comment shares a row with its group or with the preceding fields.
+  """
   rows: list[_Row] = []
   for field in (f for f in chosen if f.comment or not f.group):
     if field.group:
@@ -139,7 +144,7 @@ def _rows(chosen: list[Field]) -> str:
 
 
 def page() -> str:
-  """Markdown: the single fields first, then each group under its name."""
+  """The Markdown of the page: first fields outside groups, then a section for each group."""
   found = fields()
   single = [f for f in found if "." not in f.name and not f.group]
   parts = [_INTRODUCTION.strip(), "## Single fields", _rows(single)]

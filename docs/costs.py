@@ -1,11 +1,12 @@
-"""Writes the table of costs into docs/costs.md, from the committed reports, from the root:
+"""Writes the table of costs into docs/costs.md from the committed reports:
 
   python -m docs.costs
 
-A report, experiments/benchmarks/results/costs/RECIPE/costs_TOPOLOGY.json, is of `--mode=costs` with
-the settings that the recipe has for that slice, such as --config=RECIPE.py:v5p:2x2x4. This writes
-those that are missing or of another compiler, and takes some ten minutes for each of 7B; delete
-what is to be compiled again:
+Run it in the root of the repository. `--mode=costs` writes a report,
+experiments/benchmarks/results/costs/RECIPE/costs_TOPOLOGY.json, with the recipe's settings for that
+slice, such as --config=RECIPE.py:v5p:2x2x4. The next command writes the reports that are missing or
+come from another compiler. It takes some ten minutes for each model of 7B parameters. To compile a
+report again, delete its file first:
 
   python -m docs.costs --compile
 """
@@ -34,15 +35,16 @@ GENERATION_GIB = {"v5p": 90.0, "v5e": 14.5}  # the most that generation may take
 
 
 class Limits(NamedTuple):
-  """The most that an update may cost per chip, and the least utilization that peaks may allow.
+  """Upper limits on the costs of an update per chip, and a lower limit on the utilization.
 
-  Goals where there is one and it is reached; otherwise some five per cent more than is reached.
+  A limit is the goal if there is a goal and it is reached. Otherwise it is some five per cent
+  looser than the reached value.
   """
 
-  cycles: float  # 10⁹, as `COMPILER` estimates them
+  cycles: float  # in units of 10⁹, as `COMPILER` estimates them
   gib: float
   received_gb: float
-  utilization: float  # model FLOPs utilization
+  utilization: float  # model FLOPs utilization, the upper bound from the chip's peaks
 
 
 LIMITS = {  # (recipe, slice), in the order of the table
@@ -65,7 +67,7 @@ LIMITS = {  # (recipe, slice), in the order of the table
   ("gsm8k_olmoe_1b_7b", "v5p:2x2x1"): Limits(18.6, 56.6, 826, 0.61),
   ("gsm8k_olmoe_1b_7b", "v5e:4x8"): Limits(5.65, 14.6, 390, 0.42),
 }
-# The usual lengths of a recipe; of others the longest.
+# The usual lengths of some recipes; reports of the other recipes assume the greatest lengths.
 LENGTHS = dict.fromkeys(("p3o_qwen3_4b", "grpo_qwen35_4b"), "lognormal(mean=800, prompt=150)")
 
 
@@ -82,7 +84,7 @@ def report_path(recipe: str, topology: str) -> pathlib.Path:
 
 
 def read_reports() -> dict[tuple[str, str], dict[str, Any]]:
-  """The reports that there are, by recipe and slice in the order of `LIMITS`."""
+  """The reports whose files exist, by (recipe, slice), in the order of `LIMITS`."""
   paths = {case: report_path(*case) for case in LIMITS}
   return {
     case: json.loads(path.read_text(encoding="utf-8"))
@@ -92,7 +94,7 @@ def read_reports() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def table() -> str:
-  """Markdown: a row for each report."""
+  """A Markdown table with a row for each report."""
   rows = {}
   for (recipe, topology), report in read_reports().items():
     rows[f"`{recipe}`, {topology}"] = _row(report["conditions"], report["costs"])
@@ -118,7 +120,7 @@ def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
 
 
 def excesses(cost: Mapping[str, Any], limits: Limits, *, with_cycles: bool) -> list[str]:
-  """What an update costs beyond its limits, a line for each; cycles only `with_cycles`."""
+  """A line for each figure of an update that breaks its limit; cycles count only `with_cycles`."""
   figures = Limits(
     cycles=cost["cycles"] / 1e9,
     gib=sum(cost["memory_bytes"].values()) / 2**30,
@@ -134,12 +136,12 @@ def excesses(cost: Mapping[str, Any], limits: Limits, *, with_cycles: bool) -> l
 
 
 def written() -> str:
-  """The page with its table up to date."""
+  """The text of docs/costs.md with an updated table."""
   return between_marks(PAGE.read_text(encoding="utf-8"), "costs", f"\n{table()}\n\n")
 
 
 def compile_reports() -> None:
-  """Writes the reports that are missing, or of another compiler than the installed one."""
+  """Writes the reports that are missing or were made with another compiler than the installed."""
   compilers = {case: report["conditions"]["compiler"] for case, report in read_reports().items()}
   for recipe, topology in LIMITS:
     config = recipe_config(recipe, topology)

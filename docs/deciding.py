@@ -22,9 +22,9 @@ OfRun = Callable[[Result], float]
 
 
 class Task(NamedTuple):
-  """What the runs of an experiment were trained on, and its runs."""
+  """The task of an experiment, and the experiment's runs."""
 
-  name: str  # as the page shows and explains it
+  name: str  # the task's name on the page docs/reproduction.md
   page: str  # path of the experiment's page below experiments/
   runs: Mapping[str, Sequence[Result]]  # label → runs
 
@@ -43,41 +43,41 @@ def results(name: str) -> dict[str, list[Result]]:
 
 
 class Side(NamedTuple):
-  """An arm, or a number that an arm is compared with."""
+  """One side of a comparison: an arm with a value per seed, or a number."""
 
-  name: str  # as the page shows it
+  name: str  # the side's name on the page
   by_seed: BySeed  # values of the arm by seed; empty for a number
-  number: float = 0.0  # used where there are no values
+  number: float = 0.0  # used if `by_seed` is empty
 
 
 class Comparison(NamedTuple):
-  """Two sides, and what a difference between them says about a claim."""
+  """A comparison of two sides, and the conditions under which it supports a claim."""
 
-  quantity: str  # what is compared, with its unit
+  quantity: str  # the compared quantity, with its unit
   arm: Side
   control: Side  # the difference is arm minus control
   task: Task
   margin: float  # the smallest difference that would matter
-  claimed: str = "more"  # as in `claims.Claim`
-  # Row of the plan in the experiment's README.md, where comparison and margin were committed before
-  # the runs; "": they were chosen after the runs.
+  claimed: str = "more"  # see `experiments.testbed.claims.Claim`
+  # Row of the plan in the experiment's README.md, which was committed before the runs and has the
+  # comparison and the margin; "": comparison and margin were chosen after the runs.
   plan: str = ""
 
 
 def side(task: Task, label: str, value: OfRun) -> Side:
-  """The side of an arm: the value of each of its runs."""
+  """The side of the arm with this label: the value of each run, by seed."""
   return Side(label, {run["seed"]: value(run) for run in task.runs[label]})
 
 
 def differences(arm: Side, control: Side) -> dict[int, float]:
-  """Seed → arm minus control, over the seeds that both have."""
+  """Seed → arm minus control, for the seeds that both sides have; a number has every seed."""
   seeds = [s for s in (arm.by_seed or control.by_seed) if s in (control.by_seed or arm.by_seed)]
   of = lambda side, seed: side.by_seed[seed] if side.by_seed else side.number
   return {seed: of(arm, seed) - of(control, seed) for seed in sorted(seeds)}
 
 
 def interval(found: Mapping[int, float]) -> Difference | None:
-  """The mean of the differences with its interval; None for fewer than `FEWEST_SEEDS` seeds."""
+  """The mean difference with its interval; None for fewer than `FEWEST_SEEDS` seeds."""
   return _interval(tuple(found.values())) if len(found) >= FEWEST_SEEDS else None
 
 
@@ -93,7 +93,7 @@ def interval_of(comparison: Comparison) -> Difference | None:
 
 
 def verdict(comparison: Comparison) -> str:
-  """What the interval says about the claim; see `claims.verdict`."""
+  """The verdict on a claim from the comparison's interval; see `experiments.testbed.claims`."""
   found = interval_of(comparison)
   if found is None:
     return "undecided"
@@ -101,14 +101,17 @@ def verdict(comparison: Comparison) -> str:
 
 
 def holm_p(comparisons: Mapping[str, Comparison]) -> dict[str, float]:
-  """p that the difference is 0, adjusted for all comparisons that have an interval."""
+  """The p-value of each comparison that has an interval, adjusted by Holm's procedure."""
   found = {name: interval_of(comparison) for name, comparison in comparisons.items()}
   p_values = {name: difference.p for name, difference in found.items() if difference is not None}
   return dict(zip(p_values, holm([*p_values.values()]).tolist(), strict=True))
 
 
 def difference_cell(found: Mapping[int, float], digits: int = 3) -> str:
-  """Mean difference with its interval, or the difference of each seed; and the number of seeds."""
+  """Text: the mean difference with its interval, and the number of seeds.
+
+  With too few seeds for an interval, the text has the difference of each seed instead of the mean.
+  """
   mean = interval(found)
   if mean is None:
     number = " and ".join(f"{value:+.{digits}f}" for value in found.values())
@@ -125,9 +128,9 @@ def draw(path: pathlib.Path, comparisons: Mapping[str, Comparison]) -> None:
 
 
 def plot(axes: Any, comparisons: Mapping[str, Comparison]) -> None:
-  """Plots differences with their intervals, in units of their margins, a row for each.
+  """Plots one row per comparison: the difference and its interval, in units of the margin.
 
-  Between −10 and 10 margins the axis is linear, and logarithmic beyond.
+  The axis is linear between −10 and 10 margins, and logarithmic outside this range.
   """
   axes.axvspan(-1, 1, color=COLORS["reference"], alpha=0.2, linewidth=0)
   axes.axvline(0, color=COLORS["plain"], linewidth=1)

@@ -1,9 +1,11 @@
-"""Writes the tables and figures of docs/reproduction.md from the committed results, from the root:
+"""Writes the tables and figures of docs/reproduction.md from the committed results.
+
+Run it in the root of the repository:
 
 python -m docs.reproduction
 
-The text between the tables is written by hand, without a number of a result. What decides no claim
-is written into experiments/COMPARISONS.md.
+The text between the tables is written by hand and contains no number from a result. Comparisons
+that decide no claim are written into experiments/COMPARISONS.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ per refresh. `{COMMAND}` writes this page from the committed results.
 
 
 def verdict_of(name: str) -> str:
-  """The verdict on a claim or a part of one, one of `claims.VERDICTS`."""
+  """The verdict on a claim, or on a part of a claim: one of `claims.VERDICTS`."""
   decided = CLAIMS[name].decided
   return verdict(decided) if isinstance(decided, Comparison) else decided
 
@@ -39,7 +41,11 @@ def _link(task: Task, to_experiments: str) -> str:
 
 
 def claim_table(paper: str) -> str:
-  """The claims of a paper, with verdicts and what decides them; `paper` is a key of `PAPERS`."""
+  """A Markdown table of a paper's claims, their verdicts, and the comparisons that decide them.
+
+  Args:
+    paper: a key of `PAPERS`.
+  """
   rows, adjusted = {}, holm_p(DECIDED_BY)
   for name, claim in CLAIMS.items():
     if not name.startswith(paper):
@@ -61,7 +67,7 @@ def claim_table(paper: str) -> str:
 
 
 def more_table(paper: str) -> str:
-  """The comparisons that bear on a paper's claims and decide none."""
+  """A Markdown table of the comparisons that concern a paper's claims but decide no claim."""
   lines = ["| id | compared | difference, 95 % | task |", "|---|---|---|---|"]
   for row in MORE:
     if row.claim.startswith(paper):
@@ -74,12 +80,12 @@ def more_table(paper: str) -> str:
 
 
 def figure(paper: str) -> pathlib.Path:
-  """The file of a paper's figure."""
+  """The path of the figure of a paper's comparisons."""
   return FIGURES / f"reproduction_{paper}.png"
 
 
 def written() -> str:
-  """The page with its tables up to date."""
+  """The text of docs/reproduction.md with updated tables."""
   text = PAGE.read_text(encoding="utf-8")
   for paper in PAPERS:
     text = between_marks(text, f"claims {paper}", f"\n{claim_table(paper)}\n\n")
@@ -87,7 +93,7 @@ def written() -> str:
 
 
 def other_comparisons() -> str:
-  """The page of the comparisons that decide no claim."""
+  """The text of experiments/COMPARISONS.md, with the comparisons that decide no claim."""
   tables = "\n\n".join(f"## {title}\n\n{more_table(paper)}" for paper, title in PAPERS.items())
   return f"{_OTHERS_INTRODUCTION}\n{tables}\n"
 

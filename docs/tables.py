@@ -2,9 +2,10 @@
 
   python -m docs.tables
 
-A method is a card in docs/methods/, which names its paper and its recipes. A recipe's settings tell
-which code the method uses, the first line of its docstring what is new in it. A card without a
-recipe has the name of an estimator or a loss, whose docstring takes that place.
+Each method has a card in docs/methods/, which names the method's paper and recipes. The settings of
+the recipe say which code the method uses. The first paragraph of the recipe's docstring says what
+is new in the method. A card without a recipe has the name of an estimator or a loss; then the
+docstring of that module says what is new.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
 COLUMNS = ("method, arXiv number", "what is new in it", "code", "recipe")
-OF_GRPO = ("`grpo`", "`ppo_clip`")  # the defaults, named in the row of GRPO alone
+OF_GRPO = ("`grpo`", "`ppo_clip`")  # the defaults, which only the row of GRPO names
 DOCUMENTS = (ROOT / "README.md", CARDS / "README.md")
 _ACROSS = re.DOTALL | re.MULTILINE
 
-# What a recipe sets in addition to its components: the field, its name in the table ("": its
-# value), and the file that acts on it.
+# Settings of a recipe besides its components: (path of the field, text in the table, file that
+# reads the field). An empty text stands for the field's value.
 FIELDS = (
   ("aggregation", "", "rlvr_jax/ops/aggregate.py"),
   ("veto.enabled", "veto", "rlvr_jax/ops/veto.py"),
@@ -54,7 +55,7 @@ def recipes_of(card: pathlib.Path) -> list[str]:
 
 
 def paper_of(card: pathlib.Path) -> str:
-  """Title and number of a card's paper."""
+  """Title and arXiv number of a card's papers, or title, authors and year."""
   found = re.search(r"^Papers?: (.*?)\.\n\n", card.read_text(encoding="utf-8"), _ACROSS)
   if found is None:
     raise ValueError(f"{card}: no paragraph of the form 'Paper: *title*, arXiv number.'")
@@ -62,13 +63,13 @@ def paper_of(card: pathlib.Path) -> str:
 
 
 def short_paper_of(card: pathlib.Path) -> str:
-  """What follows a method's name: its papers by arXiv number, or by authors and year."""
+  """The text after a method's name: arXiv numbers of its papers, or authors and year."""
   found = re.findall(r"(?<=arXiv )\d{4}\.\d{5}|(?<=, )\D+ \d{4}$", paper_of(card))
   return f", {', '.join(found)}" if found else ""
 
 
 def component(package: types.ModuleType, name: str) -> tuple[str, str]:
-  """(its text in the table, the file of its factory)."""
+  """(text of a component in the table, path of the file with the component's factory)."""
   path = pathlib.Path(inspect.getfile(getattr(package, name))).relative_to(ROOT)
   return f"`{name}`", str(path)
 
@@ -79,7 +80,7 @@ def _default() -> ConfigDict:
 
 
 def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
-  """The components and settings of a recipe, as (text, file)."""
+  """Yields (text, file) of each component and setting that a recipe uses."""
   default = _default()
   packages = {
     "advantage": advantages,
@@ -101,7 +102,7 @@ def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def namesake(card: str) -> tuple[types.ModuleType, types.ModuleType]:
-  """(package, module) of the estimator or loss that a card without a recipe is named after."""
+  """(package, module) of the estimator or loss with the same name as a card without a recipe."""
   package = next(package for package in (advantages, losses) if card in package.__all__)
   module = inspect.getmodule(getattr(package, card))
   assert module is not None, card
@@ -114,7 +115,7 @@ def named_by_recipes(field: str) -> set[str]:
 
 
 def without_recipe(card: str) -> list[str]:
-  """The components of a card that no recipe names: those of the module of its namesake."""
+  """The components in the module of a card's `namesake` that no recipe uses."""
   package, module = namesake(card)
   named = named_by_recipes({advantages: "advantage", losses: "loss"}[package])
   of_module = [n for n in package.__all__ if inspect.getmodule(getattr(package, n)) is module]
@@ -122,14 +123,14 @@ def without_recipe(card: str) -> list[str]:
 
 
 def linked(card: pathlib.Path, to_root: str) -> str:
-  """A method's name, as a link to its card."""
+  """A Markdown link with the name of a method to the method's card."""
   title = re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))
   assert title is not None, card
   return f"[{title[1]}]({to_root}{card.relative_to(ROOT)})"
 
 
 def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
-  """A method's cell in each column of the table."""
+  """Column → cell in the row of a method."""
   recipes = recipes_of(card)
   if recipes:
     described = recipe_module(recipes[0])
@@ -149,38 +150,38 @@ def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
 
 
 def year_and_month(card: pathlib.Path) -> str:
-  """What an arXiv number begins with; "" for older papers."""
+  """The first arXiv number of a card's papers, which begins with the year; "" without a number."""
   number = re.search(r"arXiv (\d{4}\.\d{5})", paper_of(card))
   return number[1] if number else ""
 
 
 def cards() -> list[pathlib.Path]:
-  """All cards in the order of their papers."""
+  """The paths of all cards, by arXiv number; cards without a number come first."""
   return sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
 
 
 def names() -> str:
-  """The names of all methods in four columns, each a link from the root to its card."""
+  """A table of all methods' names in four columns; each name links to its card from the root."""
   links = [linked(card, "") for card in cards()]
   rows = [links[i : i + 4] for i in range(0, len(links), 4)]
   return "| | | | |\n|---|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def table() -> str:
-  """All methods, for a page in docs/methods/."""
+  """The Markdown table of all methods, with links for a page in docs/methods/."""
   header = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
   rows = [[cells(card, "../../")[column] for column in COLUMNS] for card in cards()]
   return header + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def between_marks(text: str, name: str, content: str) -> str:
-  """The text with `content` between the marks <!-- NAME: … --> and <!-- end -->."""
+  """`text` with `content` in place of the text between <!-- NAME: … --> and <!-- end -->."""
   marked = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
   return marked.sub(lambda found: found[1] + content + found[2], text)
 
 
 def written(document: pathlib.Path) -> str:
-  """A document's text with its methods up to date."""
+  """The text of a document with an updated table of methods."""
   text = document.read_text(encoding="utf-8")
   return between_marks(text, "methods", names() if document.parent == ROOT else table())
 

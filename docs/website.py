@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: the API reference, links that leave docs/, formulas, ranks in the search."""
+"""Hooks for mkdocs.yml: API reference, links to files outside docs/, formulas, ranks in search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Pages of the API reference, each of a package: what that exports, and what these modules have.
+# Package → modules whose functions and classes its API page lists, besides the package's exports.
 API = {
   "parts": (),
   "advantages": ("base", "masses"),
@@ -29,7 +29,7 @@ API = {
   "train": (),
   "evaluate": ("curves", "run_files"),
 }
-# Lists have every word: in the search a guide that explains the word comes before them.
+# These pages contain almost every word. The search ranks guides, which explain a word, above them.
 LISTS = ("api/", "configuration.md", "metrics.md", "terms.md")
 LISTS_BOOST = 0.2
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
@@ -39,7 +39,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
 def public(name: str) -> Iterator[str]:
-  """Dotted names of the functions and classes that a module exports, where they are defined."""
+  """Yields MODULE.NAME of each function and class that a module exports; MODULE defines it."""
   module = importlib.import_module(name)
   own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
   for member in getattr(module, "__all__", own):
@@ -51,9 +51,9 @@ def public(name: str) -> Iterator[str]:
 
 
 def api_pages() -> dict[str, str]:
-  """Path of each page of the API reference → its Markdown, for mkdocstrings.
+  """Path of each page of the API reference → the page's Markdown, for mkdocstrings.
 
-  What several packages export is on the page of the one that defines it.
+  A function that several packages export is listed on the page of the package that defines it.
   """
   pages = {}
   for title, more in API.items():
@@ -70,11 +70,11 @@ def api_pages() -> dict[str, str]:
 
 
 def formula(source: str, *args: Any, **kwargs: Any) -> str:
-  """A ```math block as MathML, which browsers typeset without a script.
+  """The MathML of a ```math block, which browsers typeset without a script.
 
   Args:
     source: LaTeX, one formula or the lines of an align* environment.
-    args, kwargs: what superfences passes besides; not used.
+    args, kwargs: further arguments that superfences passes; not used.
   Raises:
     SuperFencesException: latex2mathml does not know a command.
   """
@@ -95,11 +95,11 @@ def formula(source: str, *args: Any, **kwargs: Any) -> str:
 
 
 def link_from(page: str, link: str, repository: str) -> str:
-  """What a link of a page becomes on the site.
+  """The target of a page's link on the site.
 
   Args:
     page: path under docs/, such as "methods/salt.md".
-    link: as in the page's Markdown, relative to the page's folder.
+    link: the target in the page's Markdown, relative to the page's folder.
     repository: address of the repository; "" for the files of this checkout.
   """
   if ":" in link or link.startswith("/"):
@@ -114,7 +114,7 @@ def link_from(page: str, link: str, repository: str) -> str:
 
 
 def _filled(nav: list[Any], sections: dict[str, list[Any]]) -> list[Any]:
-  """A navigation in which the name of a section stands for its pages; empty ones are left out."""
+  """The navigation with each section's name replaced by its pages, without empty sections."""
   entries = []
   for entry in nav:
     ((title, what),) = entry.items()
@@ -124,7 +124,7 @@ def _filled(nav: list[Any], sections: dict[str, list[Any]]) -> list[Any]:
 
 
 def _pages(nav: Any) -> list[str]:
-  """All pages that a navigation names."""
+  """The paths of all pages in a navigation."""
   if isinstance(nav, str):
     return [nav]
   entries = nav.values() if isinstance(nav, dict) else nav
@@ -132,7 +132,7 @@ def _pages(nav: Any) -> list[str]:
 
 
 def on_config(config: Any) -> Any:
-  """Lists in the navigation the method cards, the API, and guides that mkdocs.yml does not name."""
+  """Adds method cards, API pages, and guides that mkdocs.yml does not name to the navigation."""
   folder = ROOT / "docs"
   cards = sorted(path.name for path in (folder / "methods").glob("*.md"))
   named = _pages(config.nav)
@@ -146,7 +146,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-  """Adds the pages of the API."""
+  """Adds the pages of the API reference to the site's files."""
   from mkdocs.structure.files import File
 
   for path, text in api_pages().items():
@@ -155,7 +155,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-  """Turns links that leave docs/ into links to the files of the repository, and ranks the page."""
+  """Rewrites links to files outside docs/ as links to the repository, and ranks the page."""
   del files
   if page.file.src_uri.startswith(LISTS):
     page.meta["search"] = {"boost": LISTS_BOOST}

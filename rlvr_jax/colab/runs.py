@@ -81,7 +81,7 @@ def sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
 
 
 def measured_config(reweighting: str = "none") -> ml_collections.ConfigDict:
-  """Configuration of 16 updates on sums, with the geometry measured before every second one.
+  """Configuration of 16 updates on sums, with the geometry measured before every second update.
 
   Args:
     reweighting: spec, as in `config.reweighting`.

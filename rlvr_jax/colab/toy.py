@@ -127,7 +127,7 @@ class Recipe(NamedTuple):
   advantage: Advantage = grpo_mean()
   veto: Veto | None = None
   temperature: float = 1.0  # sampling temperature; the policy is trained at temperature 1
-  recorded: str = "sampled"  # behavior log-probabilities at this temperature; "raw": at 1
+  recorded: str = "sampled"  # log β at `temperature`; "raw": log β at temperature 1
   learning_rate: float = 60.0  # large, since each token is a small share of the batch mean
 
 

@@ -77,7 +77,7 @@ class Finding(NamedTuple):
 
 
 class _NotCheckedError(Exception):
-  """A check that this one depends on has failed."""
+  """An earlier check, whose result the current check needs, has failed."""
 
 
 def check(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -408,7 +408,7 @@ def _describe_prompt(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _describe_grade(pool: GraderPool, problem: Problem) -> str:
-  """Text on the grade of a problem's demonstration, or else of its answer."""
+  """Text on the grade of a problem's demonstration or, without one, of the problem's answer."""
   text = problem.solution or problem.answer
   (grade,) = pool.grade([text], [problem.reference])
   found = f", {grade.answer!r} was extracted" if grade.answer else ""

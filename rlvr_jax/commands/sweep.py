@@ -183,7 +183,7 @@ def _make_run(
 
 
 def _default_label(recipe: str, fields: Mapping[str, Any]) -> str:
-  """The recipe's name, and the fields that are set, without the seed."""
+  """A label: the recipe's name and argument, and the fields that the entry sets but the seed."""
   name, _, argument = recipe.partition(":")
   parts = [pathlib.PurePath(name).stem, *([argument] if argument else [])]
   return ", ".join(parts + [f"{path}={v}" for path, v in fields.items() if path != "seed"])
@@ -276,7 +276,7 @@ class _SweepLimit:
     self._deadline = time.monotonic() + 60 * self._minutes
 
   def is_over(self) -> bool:
-    """Whether the current run is to save and end, and no other run to begin."""
+    """Whether the current run must save and end, and no other run may begin."""
     return process.shutdown_requested() or time.monotonic() >= self._deadline
 
   def error(self, run: Run) -> process.EndRequestedError:

@@ -1,10 +1,10 @@
 """Counts the work of a compiled program on every device, from the compiler's text.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
-the text of one device's optimized program from its entry. The body of a loop counts as often as the
-loop runs, which the compiler or else the caller states. Without this number the body counts once,
-and the report lists the loop. A conditional counts as its most expensive branch: the branch with
-the most FLOPs, then the most bytes.
+the text of one device's optimized program from its entry. The body of a loop counts once per
+iteration. The compiler, or else the caller, states the number of iterations. Without this number
+the body counts once, and the report lists the loop. A conditional counts as its most expensive
+branch: the branch with the most FLOPs, and among equal branches the one with the most bytes.
 """
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ class _Program:
 
 
 def _element_index(computation: Computation, name: str) -> int | None:
-  """The index of a value that is an element of the computation's argument, a tuple; else None."""
+  """The index of a value among the elements of a tuple argument; None for any other value."""
   of, _, index = name.rpartition("#")
   if name in computation and computation[name].opcode == "get-tuple-element":
     of, index = computation[name].operands[0], computation[name].attribute(r"index=(\d+)")

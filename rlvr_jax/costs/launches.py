@@ -30,7 +30,7 @@ class Body(NamedTuple):
   launches: int  # kernels outside of command buffers, and all kernels of the loop's condition
   command_buffers: int
   copies_to_host: int
-  iterations: int | None  # at most; None: the number depends on the data
+  iterations: int | None  # upper bound; None: the number depends on the data
   waits: bool  # whether the host asks the device before each iteration whether the loop goes on
   runs: int  # times that the body runs; a loop of unknown length counts as one iteration
 

@@ -41,7 +41,7 @@ class Workload(NamedTuple):
 class Lengths(NamedTuple):
   """A distribution of lengths."""
 
-  draw: Callable[[BatchShape, int], Workload]  # (shape of a batch, its number) → its lengths
+  draw: Callable[[BatchShape, int], Workload]  # (shape of a batch, number of the batch) → lengths
   max_turns: int = 1  # the most turns of the policy in a rollout
 
 
@@ -99,7 +99,7 @@ def dialogue(
   """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
 
   A dialogue ends before its last turn if the greatest length cuts a turn of the policy or leaves no
-  place for a reply and another token, as in `rollouts.dialogues`.
+  room for a reply and another token, as in `rollouts.dialogues`.
 
   Args:
     turns: the turns of the policy in every rollout, at least 1.
@@ -161,20 +161,20 @@ def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> P
 
 
 class Packing(NamedTuple):
-  """The numbers of places and tokens that an update computes for one batch."""
+  """The numbers of row positions and of tokens that an update computes for one batch."""
 
   micro_batches: int
-  places: int  # places of rows on all devices, also of empty rows
+  places: int  # positions in rows on all devices, including empty rows
   tokens: int  # tokens of the responses, and of each prompt once
 
   @property
   def places_per_token(self) -> float:
-    """The number of computed places per token, at best 1."""
+    """The number of computed positions per token, at best 1."""
     return self.places / self.tokens
 
 
 def count_packing(batch: Workload, layout: RowLayout) -> Packing:
-  """Counts the micro-batches, the places and the tokens of a packed batch.
+  """Counts the micro-batches, the row positions and the tokens of a packed batch.
 
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
@@ -185,7 +185,7 @@ def count_packing(batch: Workload, layout: RowLayout) -> Packing:
 
 
 def typical_batch(lengths: Lengths, shape: BatchShape, layout: RowLayout) -> Workload:
-  """The batch with the median number of places among several drawn batches."""
+  """The batch with the median number of row positions among several drawn batches."""
   batches = [lengths.draw(shape, number) for number in range(_DRAWS)]
   if all(np.array_equal(batches[0].turns, batch.turns) for batch in batches):
     return batches[0]

@@ -139,7 +139,7 @@ def result_curve(
 
 
 def _to_records(columns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Converts evaluations to records; of an axis's fields, the first has its value, the others 0."""
+  """Converts evaluations to records: an axis's first field has the axis's value, other fields 0."""
   axes = {axis: fields for axis, (_, fields) in curves.AXES.items() if axis in columns}
   records = []
   for values in zip(*columns.values(), strict=True):
@@ -173,7 +173,7 @@ def markdown_table(
 
 
 def mean_cell(values: Sequence[float]) -> str:
-  """A table cell: mean over seeds ± half of the 95 % interval; the mean alone of equal values."""
+  """A table cell: mean over seeds ± half of the 95 % interval; only the mean for equal values."""
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
@@ -431,8 +431,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("paths", nargs="+", help="workdirs of sweeps, or files of results")
   parser.add_argument("--metric", default=METRIC, help=f"default: {METRIC}")
   parser.add_argument("--baseline", help="label to compare with; default: the first")
-  parser.add_argument("--difference", type=float, default=0.02, help="to detect with enough seeds")
-  parser.add_argument("--phase", choices=("eval", "train"), default="eval", help="of the metric")
+  parser.add_argument("--difference", type=float, default=0.02, help="difference to detect")
+  parser.add_argument(
+    "--phase", choices=("eval", "train"), default="eval", help="phase of the metric"
+  )
   parser.add_argument("--figure", help="file for the curves, such as curves.png")
   parser.add_argument("--differences", help="file for a figure of the differences to the baseline")
   parser.add_argument("--over", choices=list(curves.AXES), default="updates", help="axis of curves")

@@ -125,7 +125,7 @@ def eigenvalue_shares(gram: Array) -> Array:
 
 
 class OrderedCosines(NamedTuple):
-  """cos(g_i, g_j), where a group's rollouts are adjacent, by falling reward."""
+  """cos(g_i, g_j); rollouts of a group are adjacent, in order of decreasing reward."""
 
   cosines: Array  # f32[B, B] in [−1, 1]
   rewards: Array  # f32[B], in the same order
@@ -150,7 +150,7 @@ class Band(NamedTuple):
 
 
 class GroupSizes(NamedTuple):
-  """Statistics of a batch that keeps fewer rollouts per prompt."""
+  """Statistics of a batch as functions of the number of rollouts that are kept per prompt."""
 
   sizes: np.ndarray  # i64[S], rollouts per prompt; the last size is G
   participation_ratio: Band

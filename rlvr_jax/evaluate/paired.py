@@ -49,7 +49,7 @@ class Difference(NamedTuple):
 
 
 def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
-  """The difference `values` − `baseline`, over the seeds that both have.
+  """The difference `values` − `baseline`, over the seeds in both arguments.
 
   Raises:
     ValueError: the two arguments share fewer than two seeds.

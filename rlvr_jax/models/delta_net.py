@@ -49,7 +49,7 @@ class DeltaSettings:
     """Yields a message for each mistake in the settings, with its remedy."""
     for name, size in vars(self).items():
       if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
-        yield f"delta_{name}={size!r} must be at least 1, a whole number, with delta_layers"
+        yield f"delta_{name}={size!r} must be a whole number of at least 1 if delta_layers is set"
         return
     if self.value_heads % self.key_heads:
       yield (

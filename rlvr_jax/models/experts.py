@@ -79,10 +79,11 @@ class ExpertSettings:
 class Routing(NamedTuple):
   """A router's choice for some tokens."""
 
-  experts: Array  # i32[..., k], by falling probability; `NO_EXPERT` where there is no token
+  experts: Array  # i32[..., k], the most probable first; `NO_EXPERT` where there is no token
   weights: Array  # [..., k], at least float32; 0 where there is no token
   probabilities: Array  # [..., E], at least float32, of all experts
-  # The router's own choice, in the form of `experts`; the two differ only if routes were given.
+  # The router's own choice, in the form of `experts`; it differs from `experts` only if the caller
+  # gave routes.
   own: Array
 
 
@@ -129,7 +130,7 @@ class Experts(nnx.Module):
       activation: the activation of the gate.
       routes: int[R, L, k], experts to use in place of the router's choice, with the router's
         weights.
-      real: bool[R, L], False at padding, where no expert is chosen; None: all places have tokens.
+      real: bool[R, L], False at padding, where no expert is chosen; None: there is no padding.
       mesh: None, or axes (data, fsdp, tensor).
     """
     with jax.named_scope("router"):
@@ -205,7 +206,7 @@ def _mix(
     x: [R, L, D].
     experts, weights: [R, L, k].
     gate, up, down: kernels of all experts.
-    summed_over: axis of the mesh over which the experts' width is split; None: it is not.
+    summed_over: axis of the mesh over which the experts' width is split; None: it is not split.
   """
   k = experts.shape[-1]
   number = jax.tree.leaves(gate)[0].shape[0]
@@ -224,7 +225,7 @@ def _mix(
 def _product(
   rows: Array, kernels: Array | Rounded, *, choices: Array, order: Order, kind: str
 ) -> Array:
-  """The product of each row with its expert's kernel, which may have 8 bits, in the rows' dtype."""
+  """Multiplies each row by its expert's kernel, in the rows' dtype; kernels may have 8 bits."""
   values = kernels.values if isinstance(kernels, Rounded) else kernels
   out = checkpoint_name(grouped_product(rows, values, order.groups, kind), PRODUCT)
   if isinstance(kernels, Rounded):
@@ -240,7 +241,7 @@ def _kernels_of(parameter: nnx.Param) -> Array | Rounded:
 
 
 def _kernel_specs(kernel: Array | Rounded, spec: PartitionSpec) -> Any:
-  """The partition of a kernel and, if it is `Rounded`, of its scale, whose axis 1 has length 1."""
+  """The partition of a kernel, and of the kernel's scale [E, 1, …] if the kernel is `Rounded`."""
   if not isinstance(kernel, Rounded):
     return spec
   specs: Any = spec, PartitionSpec(None, None, *spec[2:])

@@ -1,9 +1,10 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count 2·M·N·K each, over real tokens and the keys that these attend to. A gated
-DeltaNet's state is multiplied by two vectors per token, as in its recurrence, not as in the chunks
-of `ops.delta_rule`; the outer product that changes the state counts as elementwise. Padding, masked
-scores, rematerialization and elementwise operations do not count.
+Matrix products count 2·M·N·K each, over real tokens and the keys that real tokens attend to. In a
+gated DeltaNet, the products of the state with two vectors per token count, as the recurrence needs
+them; the chunks of `ops.delta_rule` compute other products. The outer product that changes the
+state counts as elementwise. Padding, masked scores, rematerialization and elementwise operations do
+not count.
 """
 
 from __future__ import annotations
@@ -157,7 +158,10 @@ def _recurrence_flops_per_token(c: TransformerConfig) -> float:
 
 
 def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
-  """Keys that the first n tokens attend to, in total; each token attends to at most `window`."""
+  """The sum, over the first n tokens, of the number of keys that a token attends to.
+
+  A token attends to at most `window` keys.
+  """
   near = lengths if window is None else np.minimum(lengths, window)
   return near * (near + 1) // 2 + (lengths - near) * near
 

@@ -27,7 +27,7 @@ _WIDE = ("scale", "log_rate", "decay_bias")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
-  """Returns `trained`: the `Model.combine` of a network without frozen parameters."""
+  """Returns `trained`; this function is `Model.combine` if no parameters are frozen."""
   del frozen
   return trained
 
@@ -43,8 +43,8 @@ class Model(NamedTuple):
   row_hidden: Callable[..., Array]  # (params, tokens, rows)
   response_routed: Callable[..., tuple[Array, Routes, Array]]
   row_routed: Callable[..., tuple[Array, Array, Array]]
-  # Parameters → decoding params, which `prefill`, `decode` and `head` take: cast and gathered, with
-  # one dict per layer under "blocks".
+  # Parameters → decoding params: cast and gathered parameters, with one dict per layer under
+  # "blocks". `prefill`, `decode` and `head` take decoding params.
   decoding_params: Callable[[Params], Params]
   prefill: Callable  # (decoding params, tokens[, lengths, attended]), see `Transformer`
   rotary: Callable[[Array], RotaryTables]  # positions i32[..., L] → tables
@@ -52,8 +52,8 @@ class Model(NamedTuple):
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
   combine: Callable[[Params, Params], Params] = take_trained
   mesh: Mesh | None = None  # mesh over which batches are split
-  # Shapes of the parameters → shardings of decoding params, with those of one layer under "blocks".
-  # None without a mesh.
+  # Shapes of the parameters → shardings of decoding params, with the shardings of one layer under
+  # "blocks". None without a mesh.
   decoding_shardings: Callable[[Params], Params] | None = None
 
 

@@ -71,14 +71,14 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # types of to
 
 
 def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -> bool:
-  """Converts a file into a folder, which appears when it is complete.
+  """Converts a GGUF file into a checkpoint folder, which appears only when it is complete.
 
   Args:
     source: a local .gguf file, or a local zip with exactly one .gguf file.
     directory: a local folder that is absent, empty, or was made from the same file by the same
       version.
   Returns:
-    Whether the folder is new; False if it had been made from this file before.
+    True if the folder was made now; False if an earlier call had made it from this file.
   Raises:
     FileExistsError: the folder contains something else, or another process is writing it.
     OSError: the file cannot be read, or the folder cannot be written.
@@ -119,7 +119,7 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
 
 
 def is_made(directory: str | os.PathLike[str], sha256: str) -> bool:
-  """Whether a local folder was made from the file with this hash and has all its files."""
+  """Whether a local folder is complete and this version made it from the file with this hash."""
   folder = pathlib.Path(directory)
   if not (folder / RECORD).exists():
     return False
@@ -141,7 +141,10 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _unpacked(source: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the path of a .gguf file: `source`, or the file in that zip, unpacked into `folder`."""
+  """Yields the path of a .gguf file: `source`, or the file in the zip `source` once unpacked.
+
+  The file of a zip is unpacked into `folder`, and removed at the end of the context.
+  """
   if not _first_bytes(source).startswith(b"PK"):
     yield source
     return
@@ -165,7 +168,7 @@ def _first_bytes(path: pathlib.Path) -> bytes:
 
 
 def _read(path: pathlib.Path, source: Any) -> tuple[GGUFReader, dict[str, Any]]:
-  """Reads a file's header; returns its reader, with the tensors, and its metadata."""
+  """Reads a file's header; returns a reader, which has the file's tensors, and the metadata."""
   gguf, _ = import_libraries()
   if (first := _first_bytes(path)) != b"GGUF":
     raise ValueError(
@@ -190,11 +193,11 @@ def _require(metadata: Mapping[str, Any], key: str, source: Any) -> Any:
 
 
 def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises ValueError unless `value`, which the file has for `name`, can be converted."""
+  """Raises ValueError unless the file's `value` of the setting `name` is one of `allowed`."""
   if value not in allowed:
     raise ValueError(
-      f"{source}: {name} is {value!r}, which is not converted, only"
-      f" {', '.join(map(str, allowed))}; take another file"
+      f"{source}: {name} is {value!r}, but only {', '.join(map(str, allowed))} can be converted;"
+      " take another file"
     )
 
 
@@ -202,7 +205,7 @@ def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -
 
 
 def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -> TransformerConfig:
-  """The settings of the network.
+  """The settings of the network in a file.
 
   Args:
     metadata: the metadata of the file.
@@ -253,7 +256,7 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
 def _published_tensors(
   tensors: Sequence[ReaderTensor], config: TransformerConfig, source: Any
 ) -> dict[str, ReaderTensor]:
-  """The tensors by their published names, in the order in which they are written."""
+  """Published name → tensor of a file, in the order in which the tensors are written."""
   for tensor in tensors:
     _check_known(
       source, f"the quantization of {tensor.name}", tensor.tensor_type.name, QUANTIZATIONS
@@ -267,8 +270,8 @@ def _published_tensors(
     ours = shapes.get(name, "no tensor")
     if theirs != ours:
       raise ValueError(
-        f"{source} does not fit its metadata, which need {ours} for {name}; it has {theirs}; take"
-        " another file of this model"
+        f"{source}: the tensor {name} does not fit the file's metadata: needed {ours}, found"
+        f" {theirs}; take another file of this model"
       )
   return {name: found[name] for name in shapes}
 
@@ -285,7 +288,7 @@ def _published_name(name: str) -> str:
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
-  """The shape in NumPy's order; the file has the fastest axis first."""
+  """The shape of a tensor in NumPy's order; a GGUF file lists the fastest axis first."""
   return tuple(tensor.shape.tolist()[::-1])
 
 

@@ -79,9 +79,9 @@ def load_params(
 ) -> Params:
   """Loads a checkpoint directory's weights as sharded parameters.
 
-  Every process reads each part that its devices need once. Blocks of a tensor's rows are sent to
-  the devices, which transpose, cast and insert them. So the host needs memory for about one block
-  beyond the parameters.
+  Every process reads only the parts that its devices need, and reads each part once. It sends
+  blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So the
+  host needs memory for about one block beyond the parameters.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
@@ -165,7 +165,10 @@ def _first_difference(a: Tensor, b: Tensor) -> str | None:
 def _check_tensors(
   tensors: Mapping[str, Tensor], published: Mapping[str, Published], directory: Any
 ) -> None:
-  """Raises ValueError unless the tensors are exactly the published ones; reads no weights."""
+  """Raises ValueError unless the names and shapes of the tensors are those of `published`.
+
+  Also raises ValueError for a dtype that cannot be read. Reads no weights.
+  """
   problems = []
   if missing := [name for name in published if name not in tensors]:
     untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
@@ -225,7 +228,10 @@ def _pieces(
   tensors: Mapping[str, Tensor],
   block_bytes: int,
 ) -> Iterator[dict[jax.Device, tuple[tuple[int, ...], np.ndarray]]]:
-  """Yields for every block: device → (index in its shard where the piece begins, the piece)."""
+  """Yields for every block: device → (index in the device's shard at which a piece begins, piece).
+
+  A piece is the part of the block that the device needs.
+  """
   # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():

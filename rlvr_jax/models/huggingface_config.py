@@ -172,7 +172,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None:
-  """Raises ValueError if a setting asks for something that is not implemented here."""
+  """Raises ValueError if a setting has a value that this package does not implement."""
   # "vision" makes attention bidirectional only among the tokens of an image (Gemma 4).
   if c.get("use_bidirectional_attention") not in (None, False, "vision"):
     raise ValueError(
@@ -182,14 +182,14 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
   unread = [name for name in _NOT_OF_MIXTURES if name not in own and c.get(name)]
   if family.is_mixture and unread:
     raise ValueError(
-      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; known mixtures are"
-      f" {', '.join(MIXTURES)}, whose layers have routed experts, chosen by a plain softmax"
+      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; the implemented mixtures are"
+      f" {', '.join(MIXTURES)}, which route tokens to experts by a plain softmax"
     )
   for name, values in family.allowed.items():
     if c.get(name) is not None and c[name] not in values:
       raise ValueError(
-        f"{owner}: {name} = {c[name]!r} is not implemented; networks of this family are computed"
-        f" with {' or '.join(map(repr, values))} alone"
+        f"{owner}: {name} = {c[name]!r} is not implemented; networks of this family may only have"
+        f" {' or '.join(map(repr, values))}"
       )
 
 
@@ -199,12 +199,12 @@ def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
   step = _check_size(owner, "decoder_sparse_step", c["decoder_sparse_step"])
   dense = c.get("mlp_only_layers") or []
   if not isinstance(dense, list) or any(type(i) is not int for i in dense):
-    raise ValueError(f"{owner}: mlp_only_layers = {dense!r} is not a list of numbers of layers")
+    raise ValueError(f"{owner}: mlp_only_layers = {dense!r} is not a list of layer indices")
   layers = tuple((i + 1) % step == 0 and i not in dense for i in range(count))
   if not any(layers):
     raise ValueError(
-      f"{owner}: decoder_sparse_step = {step} and mlp_only_layers = {dense!r} leave none of"
-      f" {count} layers with experts; a network without them is a qwen3"
+      f"{owner}: with decoder_sparse_step = {step} and mlp_only_layers = {dense!r}, none of the"
+      f" {count} layers has experts; a network without experts has the model_type 'qwen3'"
     )
   return None if all(layers) else layers
 
@@ -233,13 +233,17 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
 
 
 def _with_usual_number(family: str, published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """The settings, with the number of experts, which has two names, under the family's own name."""
+  """The settings, with the number of experts under the name that this family uses.
+
+  Files have num_experts or num_local_experts.
+  """
   if not FAMILIES[family].is_mixture:
     return dict(published)
   names = ("num_experts", "num_local_experts")
   numbers = {name: published[name] for name in names if published.get(name) is not None}
   if len(set(numbers.values())) > 1:
-    raise ValueError(f"{owner}: {', but '.join(f'{n} = {v}' for n, v in numbers.items())}")
+    given = ", but ".join(f"{n} = {v}" for n, v in numbers.items())
+    raise ValueError(f"{owner}: {given}; both mean the number of experts, so remove the wrong one")
   settings = {name: value for name, value in published.items() if name not in names}
   if numbers:
     settings[FAMILIES[family].sizes["num_experts"]] = next(iter(numbers.values()))
@@ -276,7 +280,9 @@ def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | No
       " without rotation, 1 for each other layer"
     )
   if len(rotates) != count:
-    raise ValueError(f"{owner}: {len(rotates)} no_rope_layers for num_hidden_layers = {count}")
+    raise ValueError(
+      f"{owner}: no_rope_layers has {len(rotates)} entries, but num_hidden_layers = {count}"
+    )
   return None if all(rotates) else tuple(not value for value in rotates)
 
 
@@ -339,7 +345,7 @@ def _full_heads(
 
 
 def _delta_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """For each layer, whether it has a gated DeltaNet in place of attention; None if none has."""
+  """For each layer, whether a gated DeltaNet replaces attention; None if no layer has one."""
   count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if c.get("layer_types") is not None:
     layers = _layers_of_type("linear_attention", c["layer_types"], count, owner)
@@ -354,14 +360,19 @@ def _layers_of_type(name: str, types: Sequence[Any], count: int, owner: str) -> 
   for kind in types:
     check_choice(owner, "layer_types", kind, ("full_attention", name))
   if len(types) != count:
-    raise ValueError(f"{owner}: {len(types)} layer_types for num_hidden_layers = {count}")
+    raise ValueError(
+      f"{owner}: layer_types has {len(types)} entries, but num_hidden_layers = {count}"
+    )
   return tuple(kind == name for kind in types)
 
 
 def _ropes(
   family: Family, c: Mapping[str, Any], owner: str
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-  """Rotary settings of full and of sliding layers, in the new style; None: as in full layers."""
+  """Rotary settings of full layers and of sliding layers, in the form of rope_parameters.
+
+  The second settings are None if all layers of this family share one rotary embedding.
+  """
   new = c.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
   old = c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -375,7 +386,7 @@ def _ropes(
   by_default = family.defaults.get("rope_parameters")
   if by_default and (missing := [kind for kind in kinds if kind not in new]):
     raise ValueError(
-      f"{owner}: rope_parameters has no {missing[0]}; in this family it has settings for"
+      f"{owner}: rope_parameters has no {missing[0]}; in this family it must have settings for"
       f" {' and '.join(kinds)}"
     )
   per_kind = any(kind in new for kind in kinds) or family.sliding_theta != ""
@@ -394,15 +405,15 @@ def _rotary_width(
     return None
   if not family.has_partial_rotation:
     raise ValueError(
-      f"{owner}: partial_rotary_factor is set; only the rotation of full heads is supported in this"
-      " family"
+      f"{owner}: partial_rotary_factor is set; in this family only the rotation of all entries of a"
+      " head is supported"
     )
   check_between(owner, "partial_rotary_factor", factor, low=0.0, high=1.0, open_low=True)
   width = int(c["head_dim"] * factor)
   if width < 2 or width % 2:
     raise ValueError(
       f"{owner}: partial_rotary_factor = {factor!r} rotates {width} of head_dim = {c['head_dim']}"
-      " entries; the number must be even, at least 2"
+      " entries; the number of rotated entries must be even and at least 2"
     )
   return width
 

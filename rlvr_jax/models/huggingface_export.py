@@ -62,7 +62,7 @@ def published_config(
 
 
 def _published_windows(family: Family, config: TransformerConfig) -> dict[str, Any]:
-  """Fields of sliding windows."""
+  """The fields of config.json that say which layers have a sliding window or a gated DeltaNet."""
   if family.sliding == "none":
     return {}
   if family.sliding == "delta":
@@ -83,7 +83,7 @@ def _published_windows(family: Family, config: TransformerConfig) -> dict[str, A
 def _inherited_fields(
   family: str, config: TransformerConfig, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """Fields that do not describe the network: the source's, or the family's defaults."""
+  """Fields that do not describe the network, from the source, or else the family's defaults."""
   base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
   longest = FAMILIES[family].defaults["max_position_embeddings"]
   base |= {"use_cache": True, "max_position_embeddings": longest}
@@ -125,7 +125,7 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
 
 
 def families_of(config: TransformerConfig) -> tuple[str, ...]:
-  """The families that may compute the network, the likeliest first; settings may still differ."""
+  """The families that may compute the network, likeliest first; not all settings are compared."""
   slides = config.sliding_layers or (False,)
   if config.full_head_dim is not None:
     return ("gemma4_text",)
@@ -154,12 +154,13 @@ def _rotated_part(config: TransformerConfig) -> float:
 
 
 def _published_ropes(family: Family, config: TransformerConfig) -> dict[str, Any]:
-  """Fields for the rotary embeddings, in the new style and the old."""
+  """The fields of config.json for rotary embeddings, for transformers 5 and for transformers 4."""
   full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
   if family.has_partial_rotation:
     full["partial_rotary_factor"] = _rotated_part(config)
   fields: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
-  if config.rope_scaling is not None and not family.has_full_heads:  # transformers 4 has no such
+  # transformers 4 has no family with full heads.
+  if config.rope_scaling is not None and not family.has_full_heads:
     fields["rope_scaling"] = _published_scaling(config.rope_scaling)
   if family.sliding_theta is not None:
     unset = 10_000.0 if family.sliding_theta else config.rope_theta
@@ -221,5 +222,6 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
   if differing:
     raise ValueError(
       f"no family among {', '.join(FAMILIES)} computes this network, so transformers cannot load"
-      f" it; the nearest, {published['model_type']}, differs in {differing} (ours, its)"
+      f" it; the nearest family, {published['model_type']}, differs in {differing} (this network's"
+      " value, the family's value)"
     )

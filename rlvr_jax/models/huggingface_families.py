@@ -46,7 +46,7 @@ _FOUR_NORMS = _NORMS_BEHIND | {
 
 
 class Family(NamedTuple):
-  """The settings that a family's networks share, and the fields of config.json with the others."""
+  """The settings that a family's networks share, and the config.json fields of other settings."""
 
   architectures: tuple[str, ...]  # names of the family's classes; exports name the first
   defaults: Mapping[str, Any]  # the values of fields that a config.json may omit
@@ -55,15 +55,16 @@ class Family(NamedTuple):
   sizes: Mapping[str, str] = _SIZES
   flags: Mapping[str, str] = _BIASES
   soft_caps: Mapping[str, str] = {}  # fields with a number above 0, or null
-  # Which layers have a sliding window: "none"; "all", if a window is set; or "layer_types", as that
-  # field of config.json says. "delta": none, and layer_types tell gated DeltaNets from full
-  # attention.
+  # Which layers have a sliding window. "none": no layer. "all": all layers, if a window is set.
+  # "layer_types": as the field layer_types of config.json says. "delta": no layer; layer_types says
+  # which layers have a gated DeltaNet and which have full attention.
   sliding: str = "layer_types"
-  # The field of config.json with θ of sliding layers, if they have their own rotary embedding; ""
-  # if θ is that of full layers, without their scaling. None: all layers share one embedding.
+  # The field of config.json with θ of sliding layers, which have another rotary embedding than full
+  # layers. "": sliding layers have the θ of full layers, unscaled. None: all layers have the same
+  # rotary embedding.
   sliding_theta: str | None = None
   norms: Mapping[str, str] = _TWO_NORMS  # our names → published names within a layer
-  has_fused_gate: bool = False  # one tensor has the gate's rows, then those of up
+  has_fused_gate: bool = False  # one tensor has the rows of gate, then the rows of up
   has_rotary_pairs: bool = False  # the rotation's pairs are (2i, 2i + 1), not (i, i + width/2)
 
   @property

@@ -166,9 +166,9 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 
 
 class Part(NamedTuple):
-  """The tensor of one kernel or bias, which is a published tensor or a part of one."""
+  """The tensor of one kernel or bias: a published tensor, or some rows of a published tensor."""
 
-  name: str  # the tensor's usual name, if it were published alone
+  name: str  # the usual name of such a tensor in families that publish it alone
   shape: tuple[int, ...]
   rows: npt.NDArray[np.int64] | None  # rows of the published tensor, in order; None: all
 
@@ -181,7 +181,7 @@ class Published(NamedTuple):
 
 
 def find_published(params: Params, config: TransformerConfig, family: str) -> dict[str, Published]:
-  """Every tensor of a checkpoint with these parameters, by its usual name, in writing order.
+  """Usual name → tensor, for a checkpoint with these parameters, in the order of writing.
 
   Args:
     config: settings of the network.
@@ -219,8 +219,9 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
   """The published modules of a layer that combine modules of this package, or reorder their rows.
 
   Returns:
-    Name of a published module → names of its modules here → each module's rows of the published
-    tensor, in this package's order. A published module's rows are all used.
+    Name of a published module → names of the modules here that it combines → indices of each
+    module's rows in the published tensor, in this package's order. Every row of a published module
+    is used.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:
@@ -246,7 +247,7 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
 
 
 def _rows_of_pairs(c: TransformerConfig, heads: int) -> npt.NDArray[np.int64]:
-  """Rows of heads whose rotated pairs are (2i, 2i + 1), in the order of pairs (i, i + width/2)."""
+  """Indices that reorder rows of heads from rotated pairs (2i, 2i + 1) to (i, i + width/2)."""
   width = c.rotary_width or c.head_dim
   pairs = np.arange(width).reshape(-1, 2)
   in_head = np.concatenate([pairs[:, 0], pairs[:, 1], np.arange(width, c.head_dim)])
@@ -323,7 +324,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
 
 
 def outside_tensors(names: Iterable[str]) -> list[str]:
-  """The tensors of a checkpoint outside of its text model, which are not read."""
+  """The names of tensors outside a checkpoint's text model; these tensors are not read."""
   return [name for name in names if _OUTSIDE.search(name)]
 
 
@@ -349,7 +350,7 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
 
 
 def _usual_expert(name: str) -> str:
-  """Converts a name, if it is one of Mixtral's, to the usual name."""
+  """Converts a name of Mixtral's form to the usual name; other names are unchanged."""
   for ours, theirs in _MIXTRAL.items() if _MIXTRAL["mlp."] in name else ():
     name = name.replace(theirs, ours)
   return name

@@ -33,7 +33,8 @@ class Layout(NamedTuple):
   residual: Residual = Residual()  # in training only
   # Gathers the parameters once before decoding, not at every token.
   gather: Callable[[Params], Params] = lambda params: params
-  # Shapes of the parameters → shardings of the gathered parameters, those of one layer in "blocks".
+  # Shapes of the parameters → shardings of the gathered parameters, with the shardings of one layer
+  # under "blocks".
   decoding_shardings: Callable[[Params], Params] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Products of activations and kernels, which may be a kernel plus a low-rank change."""
+"""Products of activations and kernels; a kernel may have a separate low-rank change."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
 {"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
-Kernels have names such as "query", "delta/query" of gated DeltaNets, and "full/query" of full
-layers with heads of their own.
+Kernels have names such as "query". In gated DeltaNets the names are such as "delta/query". In full
+layers whose heads differ from sliding layers' heads, the names are such as "full/query".
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   targets = {name: w for name, w in kernels.items() if is_targeted(name)}
   if not targets:
     raise ValueError(
-      f"LoraSettings: targets = {settings.targets!r} matches no kernel of the layers; they are"
-      f" {[f'blocks/{name}' for name in kernels]}"
+      f"LoraSettings: targets = {settings.targets!r} matches no kernel of the layers; the kernels"
+      f" are {[f'blocks/{name}' for name in kernels]}"
     )
   for name, kernel in targets.items():
     if settings.rank > min(kernel.shape[1:]):
@@ -139,7 +139,7 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
 
 def nest(pairs: Mapping[str, Any]) -> Params:
-  """Nests adapters, given by the names of their kernels, in the same way as the kernels."""
+  """Converts kernel name → adapter to nested dicts with the structure of the kernels."""
   nested: Params = {}
   for name, pair in pairs.items():
     *folders, last = name.split("/")
@@ -148,7 +148,7 @@ def nest(pairs: Mapping[str, Any]) -> Params:
 
 
 def flatten(blocks: Params) -> dict[str, Any]:
-  """Adapters by the names of their kernels, from nested adapters; the inverse of `nest`."""
+  """Converts nested adapters to kernel name → adapter; the inverse of `nest`."""
   leaves = jax.tree_util.tree_leaves_with_path(blocks, is_leaf=_is_pair)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): pair for path, pair in leaves}
 

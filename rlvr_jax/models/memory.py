@@ -92,7 +92,7 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
 
 
 def _product_widths(config: TransformerConfig, mixer: str, mlp: str) -> int:
-  """How many numbers the results of a layer's products have per token."""
+  """The number of elements per token in the results of a layer's matrix products."""
   c = config
   if mixer != DELTA:
     heads = c.heads_of(mixer)

@@ -125,8 +125,8 @@ def load_adapters(
   for file in (path, weights):
     if not system.exists(file):
       raise FileNotFoundError(
-        f"{file} is missing; adapters are read as PEFT's save_pretrained writes them, into"
-        f" {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled"
+        f"{file} is missing; a folder of adapters must have {CONFIG_FILE} and {WEIGHTS_FILE}, as"
+        " PEFT's save_pretrained writes them; pickled adapters are not read"
       )
   description = read_json(system, path)
   _check_description(description, path, config)
@@ -180,8 +180,8 @@ def check_adapters(adapters: Params, settings: LoraSettings, config: Transformer
   if differing:
     raise ValueError(
       f"adapters do not fit the model with rank = {settings.rank} and targets ="
-      f" {settings.targets!r}: {differing} (found, needed; the first axis is the layer's). Use the"
-      " base and the settings that they were trained with"
+      f" {settings.targets!r}: {differing} (shape found, shape needed; the first axis is the"
+      " layers'). Use the base and the settings that the adapters were trained with"
     )
 
 
@@ -226,9 +226,9 @@ def _modules(config: TransformerConfig) -> dict[Module, Parts]:
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
   """PEFT's matrices of a module in a layer, made from its kernels' matrices.
 
-  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. Otherwise it
-  has A [k·R, D] and B [rows, k·R] with a block for each of its k kernels, which is 0 if that kernel
-  is not adapted.
+  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. Another module
+  has A [k·R, D] and B [rows, k·R] with a block for each of the module's k kernels. The block of a
+  kernel that is not adapted is 0.
   """
   some = next(iter(pairs.values()))
   none = np.zeros_like(some["a"]).T
@@ -246,7 +246,7 @@ def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
 
 
 def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Matrices]:
-  """The adapters of a module's kernels, in all layers: the inverse of `_join`.
+  """Kernel name → adapter in all layers, for the kernels of a module: the inverse of `_join`.
 
   If the module's adapter has rank R, its kernels share A. A kernel that the adapter does not change
   gets no adapter.
@@ -268,7 +268,7 @@ def _split(pair: Matrices, parts: Parts, rank: Any, owner: str) -> dict[str, Mat
       raise ValueError(
         f"{owner} has an adapter of rank {a.shape[2]}, not {len(parts)} adapters of rank {rank},"
         f" one for each of {list(parts)}; merge it into its base with PEFT's merge_and_unload, and"
-        " load that"
+        " load the merged model"
       )
     if np.any(a[:, :, own]):  # else it is not adapted
       found[name] = {"a": a[:, :, own], "b": of_kernel[:, own]}
@@ -317,8 +317,8 @@ def _check_description(
   if unsupported:
     raise ValueError(
       f"{path}: {unsupported} is not supported; adapters have to be W + (α/R)·A·B with one R and"
-      " one α (peft_type LORA), and nothing else may be trained. Merge these into their base with"
-      " PEFT's merge_and_unload, and load that"
+      " one α (peft_type LORA), and nothing else may be trained. Merge the adapters into their base"
+      " with PEFT's merge_and_unload, and load the merged model"
     )
 
 
@@ -339,16 +339,17 @@ def _target_modules(adapted: Collection[Module], config: TransformerConfig) -> l
 def _adapted_modules(
   tensors: Mapping[str, Any], config: TransformerConfig, path: str
 ) -> dict[Module, Parts]:
-  """The modules that the file adapts; raises ValueError if it leaves out some of their layers."""
+  """The modules that a file adapts; raises ValueError if a module lacks adapters in some layers."""
   modules = _modules(config)
   names = {module.name for module in modules}
   matches = {name: _TENSOR.fullmatch(name) for name in tensors}
   unknown = [name for name, match in matches.items() if not match or match[2] not in names]
   if unknown or not matches:
     raise ValueError(
-      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels. Their names"
-      " are base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is"
-      f" one of {sorted(names)}"
+      f"{path} has {unknown[:3] or 'no tensors'}; it must have adapters of layers' kernels and"
+      " nothing else. The tensors of an adapter are named"
+      " base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is one of"
+      f" {sorted(names)}"
     )
   found = {(match[2], int(match[1])) for match in matches.values() if match}
   is_adapted = lambda module: any((module.name, i) in found for i in module.layers(config))

@@ -291,6 +291,6 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
     raise ValueError(
       f"config.model.preset = {name!r} has another shape than config.model.checkpoint ="
       f" {checkpoint!r}: {differing} (preset, checkpoint). Set config.model.preset = '' to take the"
-      " checkpoint's, or change one of the two"
+      " checkpoint's shape, or name another preset or checkpoint"
     )
   return of_preset

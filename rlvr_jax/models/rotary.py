@@ -32,8 +32,8 @@ class YarnScaling:
   """Context extension by YaRN.
 
   Frequencies with more than `fast_rotations` rotations within the original context are kept.
-  Frequencies with fewer than `slow_rotations` are divided by `factor`. Frequencies between are
-  interpolated by their index.
+  Frequencies with fewer than `slow_rotations` are divided by `factor`. The frequencies between
+  these limits are interpolated by index.
 
   Source: "YaRN: Efficient Context Window Extension of Large Language Models" (arXiv:2309.00071).
   """
@@ -113,7 +113,7 @@ def rotary_tables(
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines of positions, [..., L, 1, W/2], for two kinds of layers with their own W."""
+  """Cosines and sines of positions, [..., L, 1, W/2], for full and sliding layers; W may differ."""
 
   full: tuple[Array, Array]
   sliding: tuple[Array, Array] | None  # for sliding layers; None: the same as `full`

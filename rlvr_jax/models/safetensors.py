@@ -50,7 +50,7 @@ class Tensor:
   shape: tuple[int, ...]
   path: str  # the file's path, for messages
   view: Any = dataclasses.field(repr=False)  # the library's slice, which reads when indexed
-  before: tuple[int, ...] = ()  # indices into the view's axes that precede those of `shape`
+  before: tuple[int, ...] = ()  # indices into the view's leading axes, which `shape` leaves out
   first: int = 0  # row of the view at which the tensor begins
   # i64[rows]: the tensor has only these rows, counted from `first`, in this order; None: all.
   selected: npt.NDArray[np.int64] | None = dataclasses.field(default=None, compare=False)
@@ -110,8 +110,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   if pickled:
     raise ValueError(
       f"{directory} has only pickled weights ({', '.join(pickled[:3])}): unpickling runs code from"
-      " the file, so they are not read. Convert them to safetensors (transformers'"
-      " save_pretrained writes it) and load that"
+      " the file, so they are not read. Convert the weights to safetensors with save_pretrained of"
+      " transformers, and load the converted checkpoint"
     )
   raise FileNotFoundError(
     f"{directory} has neither {SINGLE} nor {INDEX}; it has {names[:8] or 'nothing'}"
@@ -131,7 +131,7 @@ def tensor_names(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def _read_index(system: fsspec.AbstractFileSystem, path: str) -> dict[str, str]:
-  """The files of the tensors that an index lists, by name."""
+  """Tensor name → file, as an index file lists them."""
   weight_map = read_json(system, path).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(f"{path} has no weight_map of tensor names to files")

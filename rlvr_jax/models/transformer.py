@@ -85,7 +85,7 @@ class TransformerConfig:
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | PartialFrequencies | None = None
-  rotary_width: int | None = None  # rotated entries, a head's first; None: all (GLM-4)
+  rotary_width: int | None = None  # a head's leading entries that rotate (GLM-4); None: all
   unrotated_layers: tuple[bool, ...] | None = None  # layers without rotation (SmolLM3); None: none
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
@@ -95,7 +95,7 @@ class TransformerConfig:
   mlp_bias: bool = False
   attention_gate: bool = False  # a sigmoid gate on attention's output (Qwen 3.5)
   value_norm: bool = False  # RMSNorm without weights on each head's values (Gemma 4)
-  # Heads of full layers, if they differ from the heads of sliding layers; None: they do not.
+  # Heads of full layers, if they differ from heads of sliding layers; None: all heads are alike.
   full_head_dim: int | None = None
   full_kv_heads: int | None = None
   full_keys_as_values: bool = False  # in full layers, values are keys before norm and rotation
@@ -112,7 +112,7 @@ class TransformerConfig:
   sparse_layers: tuple[bool, ...] | None = None  # layers with experts; None: all layers
   shared_expert_width: int = 0  # width of an expert that all tokens use; 0: there is none
   normalized_expert_weights: bool = False  # weights of the chosen experts are divided by their sum
-  query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
+  query_scale: float | None = None  # factor on the attention scores; None: 1/√head_dim
   attention_soft_cap: float | None = None
   final_soft_cap: float | None = None
   sliding_window: int | None = None  # tokens that a sliding layer attends to
@@ -124,9 +124,10 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # of float32: auto, highest, default; see `precision`
+  matmul_precision: str = "auto"  # precision of float32 products: auto, highest or default
   param_dtype: str = "float32"
-  remat: str = "none"  # recomputed in the backward pass: none; dots: all but matmuls; full: layers
+  # What the backward pass recomputes. none: nothing; dots: all but matmuls; full: whole layers.
+  remat: str = "none"
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it fully
   attention: str = "auto"  # the kernel in training, one of `ops.row_attention.KINDS`
   expert_products: str = "auto"  # the grouped matmul, one of `ops.grouped.KINDS`
@@ -147,24 +148,25 @@ class TransformerConfig:
       yield f"matmul_precision={self.matmul_precision!r}; allowed: {allowed}"
     if self.matmul_precision == "highest" and self.compute_dtype == "bfloat16":
       yield (
-        "matmul_precision='highest' has no effect with compute_dtype='bfloat16', whose products"
-        " have no digits to lose; choose 'auto', or compute_dtype='float32'"
+        "matmul_precision='highest' has no effect with compute_dtype='bfloat16': products of"
+        " bfloat16 arrays are the same at every precision; choose 'auto', or"
+        " compute_dtype='float32'"
       )
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
-        yield f"{name}={size!r} must be at least 1, a whole number below 2**31"
+        yield f"{name}={size!r} must be a whole number of at least 1 and below 2**31"
     if self.num_heads % self.num_kv_heads:
       yield f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
     if self.head_dim % 2:
       yield f"head_dim={self.head_dim} must be even for rotary embeddings"
     width = self.head_dim if self.rotary_width is None else self.rotary_width
     if not isinstance(width, int) or width % 2 or not 2 <= width <= self.head_dim:
-      yield f"rotary_width={width!r} must be even, from 2 to head_dim={self.head_dim}"
+      yield f"rotary_width={width!r} must be an even number from 2 to head_dim={self.head_dim}"
     yield from self._find_mistakes_of_full_layers()
     if not (self.pre_norm or self.post_norm):
-      yield "pre_norm and post_norm are both false; a layer has norms before, behind, or both"
+      yield "pre_norm and post_norm are both false; set one of them, since a layer needs a norm"
     for name in ("compute_dtype", "param_dtype"):
       dtype = getattr(self, name)
       if dtype not in ("float32", "bfloat16", "float64"):
@@ -182,7 +184,9 @@ class TransformerConfig:
       if all(self.delta_layers or ()):
         yield f"delta_layers={self.delta_layers!r}: at least one layer must have attention"
     elif sizes := [name for name in _DELTA_SIZES if getattr(self, f"delta_{name}")]:
-      yield f"delta_{sizes[0]} is set but delta_layers={self.delta_layers!r} has none"
+      yield (
+        f"delta_{sizes[0]} is set, but no layer has a DeltaNet: delta_layers={self.delta_layers!r}"
+      )
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
 
@@ -223,7 +227,7 @@ class TransformerConfig:
     for name in ("num_experts", "experts_per_token", "expert_width", "shared_expert_width"):
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
-        yield f"{name}={size!r} must be at least 0, a whole number below 2**31"
+        yield f"{name}={size!r} must be a whole number of at least 0 and below 2**31"
       elif size and not self.num_experts:
         yield f"{name}={size!r} is set but num_experts=0, so that there are no experts"
     if self.experts is not None:
@@ -294,9 +298,10 @@ class TransformerConfig:
 
   @property
   def mixture(self) -> tuple[int, ...]:
-    """The sizes that recorded routes must fit: layers with experts, experts, experts per token.
+    """The sizes that recorded routes must fit.
 
-    If not all layers have experts, the indices of the layers with experts follow.
+    They are the numbers of layers with experts, of experts, and of experts per token. If some
+    layers have no experts, the indices of the layers with experts follow.
     """
     numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
@@ -394,7 +399,7 @@ class Block(_AttentionModule):
   """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, stacks: Collection[str]):
-    """Makes the parameters in `stacks`, those of one kind of layer or of several kinds."""
+    """Makes the parameters of the given `stacks`, for one kind of layer or several kinds."""
     c = self.config = config
     self.is_delta, self.is_sparse = DELTA in stacks, SPARSE in stacks
     self.is_full = FULL in stacks
@@ -848,7 +853,7 @@ class Transformer(nnx.Module):
       positions: i32[R, L].
       mix: (heads of a layer, whether it has a sliding window) → functions that mix its tokens.
       routes: int[R, L, sparse layers, k]; None: the routers choose.
-      real: bool[R, L], where there are tokens.
+      real: bool[R, L], True at tokens, False at padding.
       routed: whether to return the routers' own routes i32[R, L, sparse layers, k], and the sum
         over the tokens of all experts' probabilities [sparse layers, E].
     """
@@ -967,6 +972,6 @@ def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTab
 
 
 def _prompt_positions(prompts: Prompts) -> Array:
-  """i32[P, S]: 0 at a prompt's first real token, negative on its left padding."""
+  """Positions i32[P, S] of prompts' tokens: 0 at the first real token, negative on left padding."""
   S = prompts.tokens.shape[1]
   return jnp.arange(S) - (S - prompts.lengths[:, None])

@@ -1,4 +1,4 @@
-"""Aggregation of per-token losses, left undivided so that micro-batches and devices add up."""
+"""Aggregates per-token losses to undivided sums, which add up over micro-batches and devices."""
 
 from __future__ import annotations
 

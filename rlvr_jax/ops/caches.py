@@ -1,7 +1,8 @@
 """KV caches for decoding, one row for every slot, and the choice of a kind for a device.
 
-A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
-the tokens staged since the burst of decoding steps began, which are written to the cache after it.
+A slot is one row of a batch that decodes. The cache of a slot has three parts: the prompt, the
+response, and the tokens staged since the current burst of decoding steps began. After the burst,
+staged tokens are written to the response's part.
 `Cache` is for XLA: a burst reads the same number of blocks (`Read`) for all slots. This number is
 compiled in, so that no layer of a step has a loop. `Pages` is for a TPU kernel that reads only the
 blocks that each slot has filled.
@@ -117,7 +118,7 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies, which it does if it reads only some blocks."""
+    """The most keys per slot that a burst copies; it copies keys if it reads only some blocks."""
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
@@ -213,7 +214,7 @@ class Cache(NamedTuple):
     return self._put(put, staged, places)
 
   def _put(self, put: Callable[..., Array], new: Cache, places: Sequence[Any]) -> Cache:
-    """Applies `put` to each array of the cache, its new part, and the place of this part."""
+    """Applies `put` to (array of the cache, new part of the array, position of the new part)."""
     arrays: Any = zip(self, new, places, strict=True)
     updated: Any = (x if x is None else put(x, *rest) for x, *rest in arrays)
     return Cache(*updated)

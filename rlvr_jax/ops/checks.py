@@ -70,8 +70,8 @@ def check_reasons(owner: str, reasons: Mapping[str, object], *, remedy: str = ""
 
   Args:
     owner: the setting that is refused, such as "config.fleet.samplers = True, but ".
-    reasons: text → whether it applies. A text also says how to mend it.
-    remedy: what mends it whatever the reason is.
+    reasons: text of a reason → whether the reason applies. A text may also say what to change.
+    remedy: text on what to change, whatever the reason is.
   """
   for why, applies in reasons.items():
     if applies:

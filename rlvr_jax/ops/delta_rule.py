@@ -326,7 +326,8 @@ def _chunk(
 def _invert(x: Array) -> Array:
   """(I + x)⁻¹ of strictly lower triangular matrices [..., C, C], C a power of two.
 
-  By substitution over blocks that double in size, which is stable and uses matrix products only.
+  The method is substitution over blocks that double in size. It is stable and uses only matrix
+  products.
   """
   x = jax.lax.optimization_barrier(x)  # without it XLA computes x again in every product
   size = x.shape[-1]

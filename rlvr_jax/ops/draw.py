@@ -153,7 +153,8 @@ def _first_above(sums: _Pair, target: _Pair) -> tuple[Array, _Pair]:
   """Finds the first of ascending sums [R, n] that is above a target [R].
 
   Returns:
-    Its index i32[R], n − 1 if no sum is above the target; and the preceding sum, 0 for index 0.
+    The index i32[R] of this sum, or n − 1 if no sum is above the target; and the preceding sum, 0
+    for index 0.
   """
   high, low = target[0][:, None], target[1][:, None]
   is_above = (sums[0] > high) | ((sums[0] == high) & (sums[1] > low))

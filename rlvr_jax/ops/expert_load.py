@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, ExpertChoices, Metrics
 
 
 class Load(NamedTuple):
-  """How much each expert of each layer is used: sums over tokens, those of prompts included.
+  """How much each expert of each layer is used: sums over the tokens of prompts and responses.
 
   The loads of disjoint sets of tokens can be added. A prompt counts once in each row that has
   rollouts of it, so that the load and the balance loss depend a little on how rollouts are packed.
@@ -27,7 +27,7 @@ def expert_load(routes: Array, probabilities: Array) -> Load:
   """The load of a set of tokens.
 
   Args:
-    routes: i32[..., layers, k], negative at places without a token.
+    routes: i32[..., layers, k], negative at positions without a token.
     probabilities: [layers, E], sums over the same tokens.
   """
   layers, k = routes.shape[-2:]

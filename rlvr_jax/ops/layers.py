@@ -1,4 +1,4 @@
-"""Layers of several kinds: where their parameters lie, and their loops.
+"""Layers of several kinds: how their parameters are stacked, and the loops that compute layers.
 
 A layer's kind is a pair of names, of its mixer and of the part after the mixer. The mixer is
 "attention"; "full", attention whose heads differ from the sliding layers' heads; or "delta", a
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
 
 def stack_of(name: str) -> str:
-  """The stack of the parameters blocks/`name`: the one of `STACKS` whose layers have them."""
+  """The name, one of `STACKS`, of the stack of layers that have the parameters blocks/`name`."""
   return _STACKS.get(name, ALL)
 
 
@@ -59,7 +59,7 @@ def layers_in(stack: str, kinds: Sequence[Kind]) -> list[int]:
 
 
 def rows_of(layer: int, kinds: Sequence[Kind]) -> dict[str, np.int32]:
-  """Stack → the layer's row in it, for each stack that contains the layer."""
+  """Stack → index of the layer in this stack, for each stack that contains the layer."""
   return {s: np.int32(layers_in(s, kinds).index(layer)) for s in (ALL, *kinds[layer])}
 
 

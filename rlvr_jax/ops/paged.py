@@ -32,7 +32,7 @@ from rlvr_jax.types import Array
 def paged_sums(
   queries: Array, pages: Pages, lengths: Array, *, cores: int = 1
 ) -> tuple[Array, Array, Array]:
-  """The sums of an undivided softmax of each slot's query over the first tokens of its pages.
+  """The sums of an undivided softmax of a slot's query over the first tokens of the slot's pages.
 
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 

@@ -88,12 +88,12 @@ def value(metric: Metric) -> Array:
 
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """Merges records by name; a name in only one of the two is kept unchanged."""
+  """Merges records by name; a record whose name is in only one argument is kept unchanged."""
   return a | {name: merge(a[name], metric) if name in a else metric for name, metric in b.items()}
 
 
 def empty(metrics: Metrics) -> Metrics:
-  """Records without data, which change nothing in `merge`, like the given arrays or shapes."""
+  """Records without data, like the given arrays or shapes; merging with them changes nothing."""
 
   def make_empty(metric: Metric) -> Metric:
     _field_reduction(type(metric))  # raises TypeError unless it is a metric

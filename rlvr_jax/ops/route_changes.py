@@ -11,10 +11,10 @@ from rlvr_jax.types import Array, Mean, Metrics
 
 
 class RouteChanges(NamedTuple):
-  """Counts over tokens, those of prompts included; counts over disjoint tokens can be added."""
+  """Counts over tokens of prompts and responses; counts over disjoint tokens can be added."""
 
   choices: Array  # f32[layers], the sampler's choices that the router now does not choose
-  tokens: Array  # f32[], tokens with such a choice in at least one layer
+  tokens: Array  # f32[], tokens with a changed choice in at least one layer
   num_choices: Array  # f32[], all choices in a layer
   num_tokens: Array  # f32[], all tokens
 
@@ -24,7 +24,7 @@ def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
 
   Args:
     recorded: int[..., layers, k], the sampler's routes.
-    chosen: i32[..., layers, k], the router's present choice; negative at places without a token.
+    chosen: i32[..., layers, k], the router's present choice; negative at positions without a token.
   """
   # A token's experts are distinct, so it has as many new experts as missing ones.
   is_chosen = jnp.any(recorded[..., :, None] == chosen[..., None, :], axis=-1)

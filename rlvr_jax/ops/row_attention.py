@@ -405,7 +405,7 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
-  """For each block of queries, the key blocks, visible ones first, and the number of these.
+  """For each block of queries, the key blocks, visible ones first, and how many are visible.
 
   Returns:
     Indices of key blocks, i32[blocks, blocks], and numbers, i32[blocks].

@@ -40,7 +40,7 @@ _BACKWARD = {8192: (512, 512), 32_768: (512, 768), LONGEST_ROW: (512, 2048)}  # 
 
 @dataclasses.dataclass(frozen=True)
 class _Mask:
-  """The mask that the kernel computes; hashed by its fields, so that equal ones compile once."""
+  """The mask that the kernel computes; hashed by its fields, so that equal masks compile once."""
 
   window: int | None
   length: int  # the row's length in tokens
@@ -146,7 +146,7 @@ def _plan_forward(row: Rows, window: int | None) -> _Plan:
 
 
 def _plan_backward(row: Rows, window: int | None) -> _Plan:
-  """The plan of the backward pass; steps after the last step that runs keep its block."""
+  """The plan of the backward pass; steps after the last step that runs keep that step's block."""
   sizes = next(sizes for longest, sizes in _BACKWARD.items() if row.prompts.shape[0] <= longest)
   q, kv, runs = _block_pairs(row, window, *sizes)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
@@ -155,7 +155,7 @@ def _plan_backward(row: Rows, window: int | None) -> _Plan:
 
 
 def _block_pairs(row: Rows, window: int | None, max_q: int, max_kv: int) -> tuple[int, int, Array]:
-  """The sizes of blocks, and the pairs to compute: with a visible key, or on the diagonal."""
+  """The sizes of blocks, and the pairs to compute: pairs with a visible key, or on the diagonal."""
   L = row.prompts.shape[0]
   q, kv = _block_size(L, max_q), _block_size(L, max_kv)
   first_query, first_key = jnp.arange(0, L, q)[:, None], jnp.arange(0, L, kv)

@@ -39,7 +39,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
 
 
 def _row_metrics(packed: Packed) -> Metrics:
-  """The number of micro-batches of a batch, and the fraction of their places with a token."""
+  """The number of micro-batches of a batch, and the fraction of their positions with a token."""
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
   filled_places = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
   places = count * math.prod(packed.tokens.shape[1:])

@@ -568,8 +568,8 @@ def read_geometry(run: Run, step: int) -> Part:
     Arrays of B = P·G rollouts in the order [P, G]: norm f32[B]; cosine f16[B, B]; share f32[B],
     λ_i/Σλ, descending; coefficient f32[B], which the loss got; part f32[B], A_i (K A)_i / AᵀKA, the
     rollout's part of the update's squared norm, below 0 if it cancels others, absent if AᵀKA is
-    zero up to rounding; by_reward and by_vector u32[B], orders of the rollouts: within groups by
-    falling reward, and by entries of the leading eigenvector; reward f32[B]; valid u8[B].
+    zero up to rounding; by_reward and by_vector u32[B], orders of the rollouts: by decreasing
+    reward within groups, and by entries of the leading eigenvector; reward f32[B]; valid u8[B].
   Raises:
     FileNotFoundError: nothing was measured before this update.
     DamagedFileError: the file is not a measurement.

@@ -114,7 +114,7 @@ def test_adapters_of_experts_are_refused(tmp_path):
   (tmp_path / peft.CONFIG_FILE).write_text(json.dumps(description))
   pair = {name.format("A"): np.zeros((2, 12)), name.format("B"): np.zeros((16, 2))}
   safetensors.save_file(pair, tmp_path / peft.WEIGHTS_FILE)
-  with pytest.raises(ValueError, match=r"experts.0.down_proj.* not only adapters of layers"):
+  with pytest.raises(ValueError, match=r"experts.0.down_proj.* must have adapters of layers"):
     peft.load_adapters(tmp_path, CONFIG)
 
 

@@ -80,7 +80,10 @@ def test_adapters_begin_as_published_and_mirror_their_kernels():
     (dict(rank=17), r"rank = 17 exceeds the rank of blocks/\w+, a \d+×\d+ kernel; set rank"),
     (dict(alpha=0.0), r"alpha = 0.0 is not a number in \(0, inf\)"),
     (dict(targets="blocks/(query"), "not a regular expression"),
-    (dict(targets="embedding"), r"matches no kernel of the layers; they are \['blocks/down', "),
+    (
+      dict(targets="embedding"),
+      r"matches no kernel of the layers; the kernels are \['blocks/down', ",
+    ),
     (dict(targets="blocks/query_bias"), "matches no kernel of the layers"),
   ],
 )

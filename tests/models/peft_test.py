@@ -217,7 +217,7 @@ def test_tensors_of_other_modules_are_refused(tmp_path):
   folder = saved(tmp_path / "run")
   extra = {"base_model.model.lm_head.lora_A.weight": np.zeros((2, 6), np.float32)}
   rewrite(folder, lambda tensors: tensors | extra)
-  message = r"\['base_model.model.lm_head.lora_A.weight'\], not only adapters"
+  message = r"\['base_model.model.lm_head.lora_A.weight'\]; it must have adapters"
   with pytest.raises(ValueError, match=message):
     load_adapters(folder, CONFIG)
 
@@ -225,7 +225,9 @@ def test_tensors_of_other_modules_are_refused(tmp_path):
 def test_pickled_and_missing_files_are_refused(tmp_path):
   folder = saved(tmp_path / "run")
   (folder / WEIGHTS_FILE).rename(folder / "adapter_model.bin")
-  with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors is missing.*never pick"):
+  with pytest.raises(
+    FileNotFoundError, match=r"adapter_model\.safetensors is missing.*pickled adapters are not read"
+  ):
     load_adapters(folder, CONFIG)
   with pytest.raises(FileNotFoundError, match=r"adapter_config\.json is missing"):
     load_adapters(tmp_path, CONFIG)

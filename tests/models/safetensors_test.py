@@ -233,7 +233,7 @@ def test_an_index_that_is_no_json_object_is_refused(tmp_path, text):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickled_weights_are_refused(tmp_path, name):
   (tmp_path / name).write_bytes(b"\x80\x04.")
-  with pytest.raises(ValueError, match=f"{name}.*runs code.*Convert them to safetensors"):
+  with pytest.raises(ValueError, match=f"{name}.*runs code.*Convert the weights to safetensors"):
     open_checkpoint(tmp_path)
 
 

@@ -63,7 +63,7 @@ def test_a_long_prompt_late_in_a_list_is_found_at_the_start():
     "list": listed_late(),
     "chosen": Chosen.of(listed_late()),
     "concatenated": Concatenated([Chosen.of([problem("1+1=")]), Chosen.of(listed_late())]),
-    "mixed": Mixed([Chosen.of(listed_late())], [1.0], [0], size=10_000),
+    "mixed": Mixed([Chosen.of(listed_late())], [1.0], [0], size=1_000),
   }
   config = tiny.config(warm_start__num_steps=0)
   told = (
