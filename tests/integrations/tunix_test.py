@@ -400,7 +400,7 @@ def test_fade_says_what_is_missing():
   with pytest.raises(ValueError, match=r"attach\(learner\)"):
     fade(np.ones(8), num_generations=G)
   config = config_for("rlvr_jax.p3o", advantage_estimator="fade_of_this_test")
-  with pytest.raises(ValueError, match="reward_manager='sequence-level'; set it"):
+  with pytest.raises(ValueError, match="reward_manager='sequence-level'; set reward_manager"):
     fade.attach(GRPOLearner(cluster_for(model), config, has_early_letter))
   config = config_for(
     "rlvr_jax.p3o",
