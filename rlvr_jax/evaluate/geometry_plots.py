@@ -390,7 +390,7 @@ def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
   if choices is None:
     raise ValueError(
       f"the measurement after update {measurement.update} has no load of experts: the policy has"
-      " none, or the run is of a version that did not record it"
+      " no experts, or the run is of a version that did not record it"
     )
   total = np.maximum(choices.sum(axis=1, keepdims=True), 1)
   load = choices.shape[1] * np.sort(choices / total, axis=1)[:, ::-1]

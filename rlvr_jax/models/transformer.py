@@ -177,7 +177,7 @@ class TransformerConfig:
     for name in ("sliding_layers", "unrotated_layers", "delta_layers"):
       layers = getattr(self, name)
       if layers is not None and len(layers) != self.num_layers:
-        yield f"{name} names {len(layers)} layers, num_layers={self.num_layers}"
+        yield f"{name} has {len(layers)} entries, but num_layers={self.num_layers}"
     yield from self._find_mistakes_of_experts()
     if self.delta is not None:
       yield from self.delta.find_mistakes()
@@ -217,8 +217,8 @@ class TransformerConfig:
     if self.expert_products not in GROUPED_KINDS:
       yield f"expert_products={self.expert_products!r}; allowed: {list(GROUPED_KINDS)}"
     if self.sparse_layers is not None:
-      if len(self.sparse_layers) != self.num_layers:
-        yield f"sparse_layers names {len(self.sparse_layers)} layers, num_layers={self.num_layers}"
+      if (entries := len(self.sparse_layers)) != self.num_layers:
+        yield f"sparse_layers has {entries} entries, but num_layers={self.num_layers}"
       if not self.num_experts or not any(self.sparse_layers):
         yield (
           f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
