@@ -139,7 +139,7 @@ class Scores(NamedTuple):
   changes: RouteChanges | None = None  # changes of routes since sampling, if routes are recorded
   masses: tuple[Array, ...] | None = None  # f32[P, G, T] for each of PROBABILITY_BINS
   squared_probabilities: Array | None = None  # f32[P, G, T], see `ops.logprobs`
-  taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if there is one
+  taught: Taught | None = None  # f32[P, G, T], the comparison with a teacher, if this pass makes it
 
 
 class Estimate(NamedTuple):
@@ -319,7 +319,7 @@ def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
 def select_rows(
   packed: Packed, micro_batch: Array | int, length: int | None = None
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Selects one micro-batch's rows, or their first `length` positions if later ones are empty.
+  """Selects one micro-batch's rows, or their first `length` positions; the rest must be empty.
 
   Returns:
     Tokens and targets, i32[R, length]; the `Rows` of these positions; and a function that maps
