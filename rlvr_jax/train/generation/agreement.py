@@ -119,9 +119,8 @@ def behavior_gaps(
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
   `update.agreement.behavior_gap`. Each token is compared under the version that sampled the token.
-  In a group of
-  several versions a mixture's routers choose again, since each version had its own routes for the
-  preceding tokens.
+  In a group of several versions a mixture's routers choose again, since each version had its own
+  routes for the preceding tokens.
 
   Args:
     groups: P groups; only a few groups of every source are compared.
