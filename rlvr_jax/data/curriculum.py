@@ -42,8 +42,7 @@ def curriculum(
 
   Estimates are updated when the next policy is synced, so that all batches for one policy are
   sampled from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous`, a resumed run
-  repeats as far as any run does.
+  is bit-exact. Under `asynchronous`, a resumed run repeats as far as any run does.
 
   Args:
     parts: one or more parts, as for `mixture`.

@@ -1,4 +1,4 @@
-"""The batches of problems of a run, in an order that can be restored."""
+"""The batches of problems of a run, in order, with a position that can be restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """The interface of batches of problems in a restorable order, which may adapt to solve rates."""
+  """The interface of batches of problems with a restorable state; may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """Returns the problems of draw number `draw`, for a policy after `version` updates."""

@@ -53,7 +53,7 @@ _COMMANDS = {f"\\{name}" for name in ("frac", "binom", "sqrt", *FUNCTIONS, *_GRE
 _OPAQUE = "fgh"  # letters that are functions where a bracket follows, unless they occur bare too
 
 _MAX_MAGNITUDE = 1200  # of the logarithm to base 2 of numbers that are evaluated
-_MAX_CONSTANT = 8192  # the same limit, for formulas of constants and operations in _RATIONAL
+_MAX_CONSTANT = 8192  # the same limit without variables, if all operations are in _RATIONAL
 _RATIONAL = ("+", "-", "*", "/", "^")  # other operations take seconds at that precision
 _MAX_EXPONENT = 10**5  # of 2 in any number, such as a product of many
 _PRECISION = 160  # bits, beside those of the magnitude

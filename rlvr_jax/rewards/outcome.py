@@ -25,7 +25,7 @@ class Outcome(enum.StrEnum):
   # Outcomes of dialogues that ended before the environment or a grader judged them:
   TURN_LIMIT = "turn_limit"  # the policy has had its last turn
   LENGTH_LIMIT = "length_limit"  # the response has reached its maximum length
-  ENVIRONMENT_LIMIT = "environment_limit"  # the policy's text exhausted time or memory
+  ENVIRONMENT_LIMIT = "environment_limit"  # the text exceeded the environment's time or memory
   ENVIRONMENT_REFUSED = "environment_refused"  # the environment does not accept the policy's text
   ENVIRONMENT_FAILED = "environment_failed"  # the environment's own fault
 

@@ -345,7 +345,7 @@ def find_processes(mark: str) -> set[int]:
   """The processes that have a worker's mark, or descend from such a process.
 
   A process that has just been started shows no variables for a moment, and its parent may have
-  ended. So the search is repeated until no process lacks its variables, for at most `_EXECUTION_S`.
+  ended. So the search is repeated while a process is being started, for at most `_EXECUTION_S`.
   """
   deadline = time.monotonic() + _EXECUTION_S
   while True:

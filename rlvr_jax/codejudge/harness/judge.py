@@ -152,9 +152,9 @@ class _ContinueAfterAsserts(ast.NodeTransformer):
 def _conjuncts(test: ast.expr, truth: bool = True) -> list[ast.expr]:
   """Expressions that are all true if and only if the truth value of `test` is `truth`.
 
-  Evaluating these expressions makes all the calls that show this, whatever the calls return. So
-  each part of a conjunction is evaluated, each element of `all` (under a `not`, of `any`), and each
-  operand in a chain of comparisons.
+  Evaluating these expressions makes all the calls that are needed to show this, whatever the
+  calls return. So each part of a conjunction is evaluated, each element of `all` (under a `not`, of
+  `any`), and each operand in a chain of comparisons.
   """
   match test:
     case ast.BoolOp(operator, parts) if isinstance(operator, ast.And) == truth:

@@ -175,7 +175,7 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
   text = (
     f"from batch {batch.number} on this run has the plan and the versions of"
     f" {recorded.name if recorded else ''}, but not its rollouts: {why}. The seed, the"
-    " configuration, a library's version or the devices differ"
+    " configuration, a version of the code or of a library, or the devices differ"
   )
   return {"repetition": text if why else ""}
 

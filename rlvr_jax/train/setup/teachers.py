@@ -235,9 +235,8 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
       settings.privileged and "{privileged}" not in settings.prompt
     ),
     f"max_prompt_length = {settings.max_prompt_length} with privileged ="
-    f" {settings.privileged!r}; set both or neither; the length limits that prompt": bool(
-      settings.privileged
-    )
+    f" {settings.privileged!r}; set both or neither; max_prompt_length"
+    " is the most tokens of the teacher's prompt": bool(settings.privileged)
     != bool(settings.max_prompt_length),
   }
   check_reasons("config.teacher: ", reasons)

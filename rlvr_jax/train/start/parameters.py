@@ -167,7 +167,7 @@ def load_policy(initial: InitialParams, folder: Path | None) -> tuple[Params, in
 
 
 def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
-  """Raises CheckpointError if a run has another network, other adapters or another tokenizer.
+  """Raises CheckpointError if a run's network, adapters or tokenizer differ or are not known.
 
   Args:
     ours: the result of `network_identity`.
