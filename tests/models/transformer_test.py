@@ -210,7 +210,7 @@ TINY, DELTA, SPARSE, HEADS = (
     (TINY, dict(num_heads=5), "num_heads=5"),
     (TINY, dict(head_dim=7), "even"),
     (TINY, dict(compute_dtype="float16"), "float16"),
-    (TINY, dict(sliding_layers=(True,), sliding_window=4), "names 1 layers"),
+    (TINY, dict(sliding_layers=(True,), sliding_window=4), "has 1 entries"),
     (TINY, dict(sliding_layers=(True,) * 4), "sliding_window is None"),
     (TINY, dict(unrotated_layers=(True,)), "unrotated_layers has 1 entries"),
     (TINY, dict(rotary_width=5), "rotary_width=5"),
