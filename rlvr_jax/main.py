@@ -53,16 +53,18 @@ _TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb,
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal stops early.", 0
 )
-_BESIDE = flags.DEFINE_string("beside", None, "Workdir of a second run for --mode=view.")
+_BESIDE = flags.DEFINE_string("beside", None, "Workdir of a second run to view beside the first.")
 _BATCHES = flags.DEFINE_string(
-  "batches", None, "Batches to view: 0,10:20,-1 or all; default: first, last, 8 in between."
+  "batches", None, "Batches in the file: 0,10:20,-1 or all; default: first, last, 8 in between."
 )
-_SERVE = flags.DEFINE_bool("serve", False, "Serve the page of --mode=view on 127.0.0.1.")
+_SERVE = flags.DEFINE_bool(
+  "serve", False, "Serve the page of --mode=view, with all batches, on 127.0.0.1."
+)
 _PORT = flags.DEFINE_integer("port", None, "Port for --serve; default: any free port.", 0, 65535)
 _TRUST_RUN = flags.DEFINE_bool(
   "trust_run", False, "Run code outside of this package that a run's config.json names."
 )
-_PARENT = flags.DEFINE_integer("parent", None, "Id of a process; this process ends with it.")
+_PARENT = flags.DEFINE_integer("parent", None, "Id of the parent process; this one ends with it.")
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 

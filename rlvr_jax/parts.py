@@ -259,9 +259,8 @@ def gram_of_head(
 ) -> Array:
   """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
 
-  The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where m is the mask and π has
-  logits = hidden @ kernel.
-  The gradient of a single rollout is never stored.
+  The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where m is the mask and π
+  is softmax(hidden @ kernel / temperature). The gradient of a single rollout is never stored.
 
   Args:
     hidden: [P, G, T, D], the final hidden states that predict `tokens`.

@@ -2,8 +2,7 @@
 
 Hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But the
 function that a string names is called, from any module: `outside_package` finds strings that name a
-module.
-This module imports the standard library only.
+module. This module imports the standard library only.
 """
 
 from __future__ import annotations

@@ -431,7 +431,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("paths", nargs="+", help="workdirs of sweeps, or files of results")
   parser.add_argument("--metric", default=METRIC, help=f"default: {METRIC}")
   parser.add_argument("--baseline", help="label to compare with; default: the first")
-  parser.add_argument("--difference", type=float, default=0.02, help="difference to detect")
+  parser.add_argument(
+    "--difference", type=float, default=0.02, help="difference to detect with enough seeds"
+  )
   parser.add_argument(
     "--phase", choices=("eval", "train"), default="eval", help="phase of the metric"
   )

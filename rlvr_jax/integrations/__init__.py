@@ -1,1 +1,1 @@
-"""Plug-ins for other frameworks; each needs the pip extra of the same name."""
+"""Plug-ins for other frameworks; each needs the pip extra of its name. The package imports none."""

@@ -143,7 +143,7 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 def _unpacked(source: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields the path of a .gguf file: `source`, or the file in the zip `source` once unpacked.
 
-  The file of a zip is unpacked into `folder`, and removed at the end of the context.
+  The file of a zip is unpacked into `folder`, and removed when the context ends without an error.
   """
   if not _first_bytes(source).startswith(b"PK"):
     yield source

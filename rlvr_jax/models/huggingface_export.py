@@ -62,7 +62,7 @@ def published_config(
 
 
 def _published_windows(family: Family, config: TransformerConfig) -> dict[str, Any]:
-  """The fields of config.json that say which layers have a sliding window or a gated DeltaNet."""
+  """The fields of config.json on sliding windows, and on which layers have gated DeltaNets."""
   if family.sliding == "none":
     return {}
   if family.sliding == "delta":

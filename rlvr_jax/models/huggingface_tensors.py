@@ -168,7 +168,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 class Part(NamedTuple):
   """The tensor of one kernel or bias: a published tensor, or some rows of a published tensor."""
 
-  name: str  # the usual name of such a tensor in families that publish it alone
+  name: str  # the tensor's usual name, if it were published alone
   shape: tuple[int, ...]
   rows: npt.NDArray[np.int64] | None  # rows of the published tensor, in order; None: all
 

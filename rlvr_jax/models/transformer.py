@@ -124,7 +124,7 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # precision of float32 products: auto, highest or default
+  matmul_precision: str = "auto"  # of float32: auto, highest, default; see `precision`
   param_dtype: str = "float32"
   # What the backward pass recomputes. none: nothing; dots: all but matmuls; full: whole layers.
   remat: str = "none"
@@ -166,7 +166,7 @@ class TransformerConfig:
       yield f"rotary_width={width!r} must be an even number from 2 to head_dim={self.head_dim}"
     yield from self._find_mistakes_of_full_layers()
     if not (self.pre_norm or self.post_norm):
-      yield "pre_norm and post_norm are both false; set one of them, since a layer needs a norm"
+      yield "pre_norm and post_norm are both false; set one or both, since a layer needs a norm"
     for name in ("compute_dtype", "param_dtype"):
       dtype = getattr(self, name)
       if dtype not in ("float32", "bfloat16", "float64"):

@@ -388,7 +388,7 @@ def make_constants(
   """The constants of the loss, from a forward pass over the full batch if `method` needs that pass.
 
   Args:
-    estimate: maps the batch, with the policy's values that the advantage needs, to coefficients.
+    estimate: maps the batch, with the policy's values that the advantage needs, to an `Estimate`.
     key: the key for the randomness of a reweighting.
   """
   scores, forward = jax.lax.stop_gradient((scores, forward))
@@ -400,7 +400,7 @@ def make_constants(
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
   estimated = estimate(_with_measured(batch, scores, gram, method))
   coefficients = estimated.in_loss
-  if coefficients.ndim == 2:  # a coefficient per token has no reweighting, see `Advantage`
+  if coefficients.ndim == 2:  # of tokens: there is no reweighting, see `Advantage.per_token`
     coefficients, reweighting_metrics = method.reweighting.on_batch(
       coefficients, gram, batch.valid, key
     )
