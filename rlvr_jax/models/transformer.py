@@ -124,7 +124,7 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # of float32: auto, highest, default; see `precision`
+  matmul_precision: str = "auto"  # float32 products: auto, highest, default
   param_dtype: str = "float32"
   # What the backward pass recomputes. none: nothing; dots: all but matmuls; full: whole layers.
   remat: str = "none"

@@ -400,7 +400,8 @@ def make_constants(
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
   estimated = estimate(_with_measured(batch, scores, gram, method))
   coefficients = estimated.in_loss
-  if coefficients.ndim == 2:  # else of tokens, not reweighted, see `Advantage.per_token`
+  # Coefficients per token are not reweighted, see `Advantage.per_token`.
+  if coefficients.ndim == 2:
     coefficients, reweighting_metrics = method.reweighting.on_batch(
       coefficients, gram, batch.valid, key
     )
