@@ -249,8 +249,8 @@ def _is_equal(actual: Any, expected: Any, tolerance: Tolerance | None) -> bool:
   """Whether JSON values are equal; a tuple counts as a list, and floats may differ by rounding.
 
   Without a tolerance, a number may differ from an expected float by 1e-9 times this float, or by
-  1e-9 if the float is 0.0; an expected int must match exactly. With a tolerance, two ints must
-  match exactly.
+  1e-9 if the float is 0.0; an expected int must match exactly. With a tolerance, two numbers may
+  differ by the tolerance if at least one of them is a float; two ints must match exactly.
   """
   if isinstance(actual, (list, tuple)) and isinstance(expected, list):
     return len(actual) == len(expected) and all(
