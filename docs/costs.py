@@ -141,7 +141,7 @@ def written() -> str:
 
 
 def compile_reports() -> None:
-  """Writes the reports that are missing or were made with another compiler than the installed."""
+  """Writes the reports that are missing, or that another compiler than the installed one made."""
   compilers = {case: report["conditions"]["compiler"] for case, report in read_reports().items()}
   for recipe, topology in LIMITS:
     config = recipe_config(recipe, topology)

@@ -125,7 +125,8 @@ MISTAKES = [
   (dict(reweighting="salt(scope='group')", batch__group_size=1, advantage="reinforce"),
    r"blocks of 1 rollout, .* set scope to 'batch'"),
   (dict(reweighting="salt(scope=5)"),
-   r"scope = 5 rollouts does not divide the 32 rollouts of .* choose one of \[2, 4, 8, 16, 32\]"),
+   r"scope = 5 rollouts does not divide the 32 rollouts of a batch .* choose one of \[2, 4, 8, 16, "
+   r"32\]"),
   (dict(reweighting="salt", gram="streaming(block_elements='2')"),
    r"block_elements = '2' is not an integer ≥ 1; set block_elements to 1 or more"),
   (dict(diagnostics__every=1, diagnostics__compared="no_such"), r"'no_such' matches none of the"),

@@ -110,7 +110,9 @@ def test_salt_acts_on_the_blocks_of_its_scope():
   same, none = parts.reweighted(reweighting.none(), coefficients)
   np.testing.assert_array_equal(same, coefficients)
   assert none == {}
-  with pytest.raises(ValueError, match="5 rollouts does not divide the 12 rollouts of a batch"):
+  with pytest.raises(
+    ValueError, match="scope = 5 rollouts does not divide the 12 rollouts of a batch"
+  ):
     parts.reweighted(reweighting.salt(scope=5), coefficients, gram)
 
 

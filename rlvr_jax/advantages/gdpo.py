@@ -107,8 +107,8 @@ def gdpo(
   that varies much. A constant reward contributes 0.
 
   A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
-  mean over tokens and rewards depend on the length, μ is not 0, and a constant group gets −μ/(σ +
-  ε).
+  mean over tokens and rewards depend on the length, μ is not 0, and a constant group gets
+  −μ/(σ + ε).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`

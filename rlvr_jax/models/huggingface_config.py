@@ -256,6 +256,12 @@ def _check_size(owner: str, name: str, value: Any) -> int:
   return value
 
 
+def _check_length(owner: str, name: str, values: Sequence[Any], count: int) -> None:
+  """Raises ValueError unless a list with an entry per layer has `count` entries."""
+  if len(values) != count:
+    raise ValueError(f"{owner}: {name} has {len(values)} entries, but num_hidden_layers = {count}")
+
+
 def _check_positive(owner: str, name: str, value: Any) -> float:
   """Returns the value; raises ValueError unless it is a number above 0."""
   check_between(owner, name, value, low=0.0, open_low=True)
@@ -279,10 +285,7 @@ def _unrotated_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | No
       f"{owner}: no_rope_layers = {rotates!r} is not a list of numbers: 0 for each layer"
       " without rotation, 1 for each other layer"
     )
-  if len(rotates) != count:
-    raise ValueError(
-      f"{owner}: no_rope_layers has {len(rotates)} entries, but num_hidden_layers = {count}"
-    )
+  _check_length(owner, "no_rope_layers", rotates, count)
   return None if all(rotates) else tuple(not value for value in rotates)
 
 
@@ -359,10 +362,7 @@ def _layers_of_type(name: str, types: Sequence[Any], count: int, owner: str) -> 
   """For each layer, whether its type is `name`; the other layers must be of full attention."""
   for kind in types:
     check_choice(owner, "layer_types", kind, ("full_attention", name))
-  if len(types) != count:
-    raise ValueError(
-      f"{owner}: layer_types has {len(types)} entries, but num_hidden_layers = {count}"
-    )
+  _check_length(owner, "layer_types", types, count)
   return tuple(kind == name for kind in types)
 
 

@@ -174,7 +174,7 @@ class TransformerConfig:
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
       if dtype == "float64" and not wide:
         yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
-    for name in ("sliding_layers", "unrotated_layers", "delta_layers"):
+    for name in ("sliding_layers", "unrotated_layers", "delta_layers", "sparse_layers"):
       layers = getattr(self, name)
       if layers is not None and len(layers) != self.num_layers:
         yield f"{name} has {len(layers)} entries, but num_layers={self.num_layers}"
@@ -216,14 +216,11 @@ class TransformerConfig:
       yield "qk_norm and joint_qk_norm are both set; a network has one of them, or none"
     if self.expert_products not in GROUPED_KINDS:
       yield f"expert_products={self.expert_products!r}; allowed: {list(GROUPED_KINDS)}"
-    if self.sparse_layers is not None:
-      if (entries := len(self.sparse_layers)) != self.num_layers:
-        yield f"sparse_layers has {entries} entries, but num_layers={self.num_layers}"
-      if not self.num_experts or not any(self.sparse_layers):
-        yield (
-          f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
-          " experts in at least one layer; set both, or neither (0 and None)"
-        )
+    if self.sparse_layers is not None and not (self.num_experts and any(self.sparse_layers)):
+      yield (
+        f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
+        " experts in at least one layer; set both, or neither (0 and None)"
+      )
     for name in ("num_experts", "experts_per_token", "expert_width", "shared_expert_width"):
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:

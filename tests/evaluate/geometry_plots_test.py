@@ -277,5 +277,6 @@ def test_the_load_of_experts_is_drawn_by_layer():
   image = geometry_plots.plot_expert_load(Figure().subplots(), m)
   expected = [[1, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]]  # no tokens: no load
   np.testing.assert_array_equal(image.get_array(), expected)
-  with pytest.raises(ValueError, match=r"update 0 has no load .* the policy has no experts"):
+  message = "update 0 has no load of experts: the policy has no experts"
+  with pytest.raises(ValueError, match=message):
     geometry_plots.plot_expert_load(Figure().subplots(), measurement()[0])

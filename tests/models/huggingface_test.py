@@ -879,7 +879,10 @@ def test_exported_settings_read_back(family, changes):
     (_GEMMA | _SLIDING | dict(qk_norm=True), "sliding_rope_theta"),
     (_GEMMA | dict(qk_norm=True, attention_soft_cap=9.0), "attention_soft_cap"),
     (_OLMO | dict(joint_qk_norm=False), "nearest family, olmo2, differs in .*joint_qk_norm"),
-    (_OLMO | _SLIDING | dict(rope_scaling=_YARN), "nearest family, olmo3, .*sliding_rope_theta"),
+    (
+      _OLMO | _SLIDING | dict(rope_scaling=_YARN),
+      "nearest family, olmo3, differs in .*sliding_rope_th",
+    ),
     (dict(unrotated_layers=(False, True), qk_norm=True), "qwen3, differs in .*unrotated_layers"),
     (dict(rotary_width=4), "nearest family, llama, differs in .*rotary_width"),
     (dict(post_norm=True, mlp_bias=True), "nearest family, glm4, differs in .*mlp_bias"),

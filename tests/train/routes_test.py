@@ -188,7 +188,10 @@ def test_routes_of_another_run_are_replayed_or_refused(compared, tmp_path):
   ("fields", "message"),
   [
     (dict(routing="replay"), "routing = 'replay' is unknown"),
-    (dict(model__overrides=NETWORK), "routing = 'replayed' needs a mixture of experts, but"),
+    (
+      dict(model__overrides=NETWORK),
+      "routing = 'replayed' needs a mixture of experts, but num_experts = 0",
+    ),
     (
       dict(routing="recomputed", model__record_routes=True, model__overrides=NETWORK),
       "record_routes = True needs a mixture",
