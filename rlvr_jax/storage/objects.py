@@ -171,7 +171,7 @@ def _link(temporary: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def _unless_stale(action: Callable[[], _T]) -> _T:
-  """The result of an action on files; tries up to three times if they are reported as stale."""
+  """The result of an action on files; tries `_STALE_TRIES` times if the files count as stale."""
   for _ in range(_STALE_TRIES - 1):
     try:
       return action()
