@@ -7,7 +7,6 @@ import random
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
-from transformers.utils import get_json_schema
 
 from rlvr_jax.data import ByteTokenizer, HuggingFaceTokenizer
 from rlvr_jax.data.byte_pairs import train_byte_pairs
@@ -240,6 +239,8 @@ def _schemas(tmp_path):
       b: another.
     """
     return a + b
+
+  from transformers.utils import get_json_schema  # seconds, which few tests need
 
   schemas = [get_json_schema(weather), get_json_schema(add)]
   path = tmp_path / "tools.json"

@@ -5,7 +5,6 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from rlvr_jax import advantages, reweighting
 from rlvr_jax.evaluate import geometry_plots
@@ -194,14 +193,13 @@ def test_update_norms_over_a_run(x64):
 
 
 @pytest.mark.parametrize("gram", [np.zeros((B, B)), np.full((B, B), np.nan)])
-def test_an_unusable_gram_changes_nothing_and_is_named(gram):
+def test_an_unusable_gram_changes_nothing_and_is_named(axes, gram):
   m, _ = measurement(gram=gram)
   found = geometry_plots.apply_salt(m, SALT)
   np.testing.assert_array_equal(found.coefficients, np.float32(m.coefficients))
   assert found.rank == 0
   np.testing.assert_allclose(geometry_plots.eigenvalue_shares(gram), 1 / B)
   assert not np.any(geometry_plots.update_norms([m], SALT)[1:])
-  axes = Figure().subplots()
   geometry_plots.plot_eigenspectrum(axes, m, SALT)
   assert "not usable" in axes.get_title()
 
@@ -211,6 +209,8 @@ def test_an_unusable_gram_changes_nothing_and_is_named(gram):
 
 @pytest.fixture
 def axes():
+  from matplotlib.figure import Figure  # a second, which few tests need
+
   return Figure().subplots()
 
 
@@ -271,12 +271,12 @@ def test_the_coefficients_are_drawn_by_reward(axes):
   assert f"k = {result.rank}" in axes.get_title()
 
 
-def test_the_load_of_experts_is_drawn_by_layer():
+def test_the_load_of_experts_is_drawn_by_layer(axes):
   choices = np.array([[2, 2, 2, 2], [0, 8, 0, 0], [0, 0, 0, 0]], float)
   m, _ = measurement(expert_load=choices)
-  image = geometry_plots.plot_expert_load(Figure().subplots(), m)
+  image = geometry_plots.plot_expert_load(axes, m)
   expected = [[1, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]]  # no tokens: no load
   np.testing.assert_array_equal(image.get_array(), expected)
   message = "update 0 has no load of experts: the policy has no experts"
   with pytest.raises(ValueError, match=message):
-    geometry_plots.plot_expert_load(Figure().subplots(), measurement()[0])
+    geometry_plots.plot_expert_load(axes, measurement()[0])

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 
 from rlvr_jax.evaluate import learning_curves
 from rlvr_jax.evaluate.figures import COLORS
@@ -14,6 +12,8 @@ def train(step, **values):
 
 
 def panel(plot, records):
+  from matplotlib.figure import Figure  # a second, which few tests need
+
   axes = Figure(figsize=(6, 3)).subplots()
   plot(axes, records)
   return axes
@@ -43,6 +43,8 @@ def test_accuracy_has_every_k_with_its_interval():
 
 
 def test_groups_stand_on_one_another_and_add_up_to_one():
+  from matplotlib.colors import to_rgb
+
   shares = dict(groups__all_wrong=0.5, groups__effective=0.25, groups__all_correct=0.25)
   axes = panel(learning_curves.plot_groups, [train(1, **shares), train(2, **shares)])
   wrong, effective, right = axes.collections

@@ -2,7 +2,6 @@ import builtins
 import sys
 
 import pytest
-from matplotlib.image import imread
 
 from rlvr_jax.train.reporting import report
 from rlvr_jax.train.reporting import writer as metrics
@@ -54,6 +53,8 @@ def test_table_places_and_curves(workdir):
   assert lines[7] == "model FLOPs: optimise 2e+13, evaluate 3e+10"
   for name in ("learning_curves.png", "metrics.jsonl", "rollouts.jsonl", "tensorboard"):
     assert str(workdir / name) in text
+  from matplotlib.image import imread  # a second, which few tests need
+
   image = imread(workdir / report.CURVES_FILE)
   assert image.shape == (864, 1728, 4)  # accuracy, entropy, distance, norm
   assert 0.005 < (image[..., :3].min(axis=-1) < 0.9).mean() < 0.5
