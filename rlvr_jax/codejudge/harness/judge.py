@@ -217,7 +217,7 @@ class Tolerance(NamedTuple):
   """The allowed difference of numbers in an output from the expected numbers."""
 
   absolute: float
-  relative: float  # a multiple of the expected number
+  relative: float  # as a share of the expected number
 
   @classmethod
   def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
