@@ -29,8 +29,8 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
     valid: bool[P, G].
     k: 1 ≤ k < G.
   Returns:
-    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞, for the solve rate p =
-    1 − q.
+    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞, for the solve
+    rate p = 1 − q.
   Raises:
     ValueError: at trace time, if k ≥ G.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"

@@ -44,7 +44,7 @@ TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Checks that the tests have a form of the module's docstring, and that a program could pass.
+  """Checks that tests have a form of the module's docstring, and that a program could pass them.
 
   Raises ValueError or KeyError if this is not so.
   """
