@@ -49,8 +49,8 @@ def power_asym_advantages(
     alpha: α ≥ 1; hard prompts dominate if α > 1.
     delta, name: as for `asym_advantages`.
   Returns:
-    f32[P, G]; gradient masses p·q^α on successes and p·q^α/δ on failures, for the solve rate p = 1
-    − q.
+    f32[P, G]; gradient masses p·q^α on successes and p·q^α/δ on failures, for the solve rate
+    p = 1 − q.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_equal_shape([rewards, correct])
