@@ -2,10 +2,10 @@
 
 Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). The
 recipe has all four parts of the paper and overlong filtering, and no KL term. Differences from the
-paper: there are 4 updates per refresh instead of 16. Lengths are scaled: 4 expected tokens and a
-buffer of 1 instead of 16384 and 4096, so that the limit is 5 tokens and no correct answer is
-penalized. Rewards are 0 and 1 instead of −1 and 1, so that the full penalty of 1 weighs twice as
-much.
+paper: there are 4 updates per refresh instead of 16. Lengths are scaled: an expected length of 4
+tokens and a buffer of 1, instead of the paper's 16384 and 4096. The limit is thus 5 tokens, and no
+correct answer is penalized. Rewards are 0 and 1 instead of −1 and 1, so that the full penalty of 1
+weighs twice as much.
 
   python -m rlvr_jax.main --config=configs/dapo.py --workdir=runs/dapo
 

@@ -3,8 +3,8 @@
 Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
 Optimization" (arXiv:2601.05242). The two rewards are the paper's rewards for mathematics that apply
 here: whether the answer is right, and whether it is an integer and nothing else. Differences from
-the paper: there is no reward for the form of a thought, since sums need none; answers have at most
-four bytes, so that their form is learned soon.
+the paper: there is no reward for the form of a thought, since responses here have no thoughts;
+answers have at most four bytes, so that their form is learned soon.
 
   python -m rlvr_jax.main --config=configs/gdpo.py --workdir=runs/gdpo
 

@@ -2,8 +2,8 @@
 
 Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
 (arXiv:2510.18855). The loss is PPO's, with the paper's interval of 0.5 and 5. There are four
-batches per refresh, so that the policy which first trains on a batch differs from its sampler.
-Differs from the paper: no mixture of experts, and no separate inference engine.
+batches per refresh: from the second on, the policy that first trains on a batch is no longer its
+sampler. Differs from the paper: no mixture of experts, and no separate inference engine.
 
   python -m rlvr_jax.main --config=configs/icepop.py --workdir=runs/icepop
 

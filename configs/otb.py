@@ -1,9 +1,10 @@
 """OTB: a baseline of least variance for each token position of a response.
 
 Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078).
+The baseline weights each rollout by its energy: squared gradient norms, summed up to the token.
 There is one update per refresh, so that the policy itself has sampled the rollouts and the energies
-need no weights. Difference from the paper: responses have 2 to 4 tokens, over which energies hardly
-add up.
+need no importance weights. Difference from the paper: responses have only 2 to 4 tokens to sum
+over.
 
   python -m rlvr_jax.main --config=configs/otb.py --workdir=runs/otb
 

@@ -1,10 +1,10 @@
 """GRPO teaches a from-scratch policy to add up three digits in its head.
 
-A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. After
-the warm start, 150 steps on 1024 worked sums, it is right one time in four, and at least once in
-four tries on more than half of the problems. Reinforcement learning on further sums, with only
-"right" or "wrong" as feedback, raises that to about three times in four, on 256 held-out sums that
-neither phase has seen.
+A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. The
+warm start is 150 steps on 1024 worked sums. After it, one answer in four is right, and for more
+than half of the problems at least one of four answers is right. Reinforcement learning on further
+sums, with only "right" or "wrong" as feedback, raises the right answers to about three in four, on
+256 held-out sums that neither phase has seen.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 

@@ -8,8 +8,8 @@ not the game. The best play, bisection, finds any of 15 numbers in four turns.
   python -m rlvr_jax.main --config=configs/quickstart_dialogue.py --workdir=runs/dialogue
 
 Hardware: 2 CPU cores. Time: 147 seconds of processor time, so about 2 minutes on quiet cores.
-Expected held-out pass@1, start to end: 0.24 to 0.59 (seed 0); best play has 1, and the run prints
-how far below it the policy is. Seeds differ much: experiments/dialogues/README.md.
+Expected held-out pass@1, start to end: 0.24 to 0.59 (seed 0). The best play has a pass@1 of 1; the
+run prints how far below it the policy is. Seeds differ much: experiments/dialogues/README.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""SALT on DAPO: the same reweighting under token means, a higher clip and dynamic sampling.
+"""SALT on DAPO: salt_grpo's reweighting with token means, a higher clip and dynamic sampling.
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
 Matter" (arXiv:2606.05800) and "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"

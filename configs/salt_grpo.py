@@ -8,9 +8,9 @@ the paper uses a mini-batch. Differs from configs/grpo.py in the reweighting alo
 Ablations: a fixed α is `--config.reweighting="salt(alpha_min=0.5, alpha_max=0.5)"`, a fixed k sets
 `min_rank` and `max_rank` to the same number; others are `salt(positive_part=False)`,
 `channels='shared'`, `channels='residual'`, `random_subspace=True` and `scope='group'`. An estimate
-of the Gram matrix is `--config.gram=sketch`, which costs little with the head of a large model, but
-not with this one. configs/salt_grpo_as_released.py computes what the authors' public code appears
-to compute.
+of the Gram matrix is `--config.gram=sketch`. The estimate is cheap with the wide head of a
+large model, but not with this small head. configs/salt_grpo_as_released.py computes what the
+authors' public code appears to compute.
 
 Expected here, after 64 updates: see experiments/recipes/README.md. With answers of four bytes n_eff
 is above 1 and α is 0, and SALT learns less than GRPO (experiments/salt_geometry/README.md).

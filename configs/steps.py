@@ -9,7 +9,7 @@ on this task.
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long
 
 small: 0.16 M parameters, 8 terms, for 2 CPU cores. long: 3.2 M parameters, 16 terms, for an
-accelerator, or hours.
+accelerator; without one a run takes hours.
 """
 
 from ml_collections import ConfigDict

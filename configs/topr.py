@@ -2,7 +2,7 @@
 
 Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
 (arXiv:2503.14286). Rewards are ±1 without a baseline, and token losses are summed over the
-response. Difference from the paper: there are 4 updates per refresh, where the paper collects a
+response. Difference from the paper: there are 4 updates per refresh, whereas the paper collects a
 data set per iteration.
 
   python -m rlvr_jax.main --config=configs/topr.py --workdir=runs/topr

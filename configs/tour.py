@@ -8,7 +8,7 @@ goal. Any walk within 1.5 times the shortest counts. Its demonstrations make det
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long
 
 small: 0.21 M parameters, 4 walls, for 2 CPU cores. long: 3.2 M parameters, 12 walls, for an
-accelerator, or hours. Other fields are as in configs/steps.py.
+accelerator; without one a run takes hours. Other fields are as in configs/steps.py.
 """
 
 from ml_collections import ConfigDict

@@ -176,7 +176,9 @@ def test_settings_for_a_slice_are_those_of_its_chips(name, topology):
 
 
 def test_another_slice_is_refused():
-  message = r"no settings for the slice 'v9', only for \['v5e:8x8', 'v5p:2x2x4'\]: leave it out"
+  message = (
+    r"no settings for the slice 'v9', only for \['v5e:8x8', 'v5p:2x2x4'\]: leave the slice out"
+  )
   with pytest.raises(ValueError, match=message):
     _module("full_size.fade_qwen25_7b").get_config("v9")
   with pytest.raises(ValueError, match=r"no settings for the slice 'v5e:8x8', only for"):

@@ -1,17 +1,17 @@
 """Settings that the full-size recipes share: a published checkpoint, chat prompts, all chips.
 
 This is not a complete recipe. Four recipes that start from it have the settings of four papers at
-full size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. Settings that
-neither a paper nor its authors' code states are marked **open** there. Two more recipes fit on one
-chip, to start with: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora. gspo_qwen3_30b_a3b and
-gsm8k_olmoe_1b_7b train mixtures of experts, and grpo_qwen35_4b trains gated DeltaNets. No recipe
-has been trained, since no accelerator was available. This command prints the memory per chip, and
-needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32 in Cloud's names):
+full size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. These four mark
+as **open** the settings that neither a paper nor its authors' code states. Two more recipes fit on
+one chip, and are the ones to begin with: gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora.
+gspo_qwen3_30b_a3b and gsm8k_olmoe_1b_7b train mixtures of experts, and grpo_qwen35_4b trains gated
+DeltaNets. No recipe has been trained, since no accelerator was available. This command prints the
+memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
-Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in that command; to
-train, give the checkpoint, the data, and a workdir that all hosts can access:
+The command computes with shapes alone, so `model.checkpoint` can stay empty. To train, give the
+checkpoint, the data, and a workdir that all hosts can access:
 
   python -m rlvr_jax.main --distributed --config=configs/full_size/salt_qwen25_math_7b.py \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=/mnt/rlvr_jax/runs/salt \\
@@ -121,8 +121,8 @@ def set_for_slice(
   if topology and topology not in slices:
     others = f", only for {sorted(slices)}" if slices else ""
     raise ValueError(
-      f"there are no settings for the slice {topology!r}{others}: leave it out, or find some with"
-      " --mode=tune"
+      f"there are no settings for the slice {topology!r}{others}: leave the slice out, or find"
+      " settings with --mode=tune"
     )
   c.update_from_flattened_dict(slices.get(topology, {}))
   return c

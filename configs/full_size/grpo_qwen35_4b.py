@@ -1,8 +1,9 @@
-"""GRPO on Qwen3.5-4B: three of four layers are gated DeltaNets, with a state instead of keys.
+"""GRPO on Qwen3.5-4B: three of four layers (gated DeltaNets) have a recurrent state, no KV cache.
 
-The sizes are those of p3o_qwen3_4b, whose network has as many parameters, so that the two can be
-compared: 256 problems per refresh with 4 rollouts each, prompts up to 4096 tokens, responses up to
-2048. **open**: rate, clip and lengths; no paper states a recipe for this model.
+The batch and the lengths are those of p3o_qwen3_4b, so that the two recipes can be compared; their
+networks are about equally large. A refresh has 256 problems with 4 rollouts each; prompts have up
+to 4096 tokens, responses up to 2048. **open**: rate, clip and lengths; no paper states a recipe for
+this model.
 
   python -m rlvr_jax.main --config=configs/full_size/grpo_qwen35_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/qwen35 \\
@@ -10,9 +11,10 @@ compared: 256 problems per refresh with 4 rollouts each, prompts up to 4096 toke
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A slot takes 51.5 MB for its states, whatever its length, and 32 KB for the keys and values of each
-token. Settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. On v5e
-remat="dots" would take 16.1 GiB of a chip's 15.75. Card: docs/methods/grpo.md.
+A slot takes 51.5 MB for its recurrent states, however many tokens it holds, and 32 KB for the keys
+and values of each token. Settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and
+grpo_qwen35_4b.py:v5e:8x8. On v5e remat="dots" would take 16.1 GiB of a chip's 15.75.
+Card: docs/methods/grpo.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,4 @@
-"""GRPO on GSM8K from Qwen2.5-1.5B-Instruct with LoRA: to start with, on one small chip.
+"""GRPO on GSM8K from Qwen2.5-1.5B-Instruct with LoRA: a starting point on one small chip.
 
 Like gsm8k_qwen25_05b, but with a larger model, of which only adapters are trained. These have rank
 32 and change all kernels of the layers. The frozen parameters are bfloat16, as published; the

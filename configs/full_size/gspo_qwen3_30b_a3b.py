@@ -1,12 +1,13 @@
 """GSPO on the mixture for which it was made: Qwen3-30B-A3B, four updates per refresh.
 
-Source: "Group Sequence Policy Optimization" (arXiv:2507.18071), which trains a cold-start model of
-Qwen3-30B-A3B-Base, with each batch of rollouts in four mini-batches, and clips a response's ratio
-to [1 − 3e-4, 1 + 4e-4]; advantages are normalized by group, and the loss is the mean over
-responses. It says that GSPO needs no replay of routes where GRPO does. So routes are recomputed,
-and recorded, so that `routing/changed` shows by how much they differ. To replay routes:
---config.model.routing=replayed. **open**: numbers of problems and rollouts, lengths, optimizer and
-rate, which are our choices below.
+Source: "Group Sequence Policy Optimization" (arXiv:2507.18071). The paper trains a cold-start model
+of Qwen3-30B-A3B-Base, and splits each batch of rollouts into four mini-batches. A response's ratio
+is clipped to [1 − 3e-4, 1 + 4e-4], advantages are normalized by group, and the loss is the mean
+over responses. The paper says that GRPO needs a replay of routes, and that GSPO does not. So
+updates recompute the routes here. The sampler's routes are recorded, so that `routing/changed`
+shows which share of the choices differs. To replay routes: --config.model.routing=replayed.
+**open**: numbers of problems and rollouts, lengths, optimizer and rate, which are our choices
+below.
 
   python -m rlvr_jax.main --distributed \\
     --config=configs/full_size/gspo_qwen3_30b_a3b.py:v5p:2x4x4 \\
@@ -16,8 +17,8 @@ rate, which are our choices below.
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 Parameters, gradient and Adam's moments in float32 are 488 GB, so that 32 chips of v5p are needed.
-On v5e a batch of 32 problems allows at most 32 for data · fsdp, so that the axis tensor gets the
-rest of 256 chips and cuts experts too narrow; no settings have been found there.
+On 256 chips of v5e, `mesh.tensor` must be at least 8, since a batch of 32 problems allows at most
+32 for data · fsdp. Experts are then cut too narrow, and no settings for v5e have been found.
 Card: docs/methods/gspo.md.
 """
 

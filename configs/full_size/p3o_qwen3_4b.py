@@ -4,10 +4,10 @@ Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL
 (arXiv:2605.12380) and the settings that the authors' repository, FeynRL, has for this model: 256
 problems per refresh with 4 rollouts each, 1,024 rollouts, and one update per refresh with all of
 them; responses up to 2048 tokens, prompts up to 4096; AdamW at 1e-5 with β 0.9 and 0.95, decay
-0.01, gradients clipped at 0.5, warm-up over a tenth of the 500 updates, then a cosine. Those
-settings name GRPO with a clip of 0.4; the loss here is P3O, without clip range or coefficient. On
-its own rollouts P3O equals REINFORCE up to rounding, and e is near 1; other sources or schedules
-make the difference.
+0.01, gradients clipped at 0.5, warm-up over a tenth of the 500 updates, then a cosine. The authors'
+settings use GRPO with a clip of 0.4; the loss here is P3O, without clip range or coefficient. If
+the policy trains on its own rollouts, the effective sample size e is near 1, and P3O equals
+REINFORCE up to rounding. P3O differs with other sources of rollouts or other schedules.
 
   python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/p3o \\
@@ -15,8 +15,8 @@ make the difference.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-Settings tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4 and p3o_qwen3_4b.py:v5e:8x8, whose chips hold
-half of the rollouts at a time. To sample from an 8-bit copy of the policy:
+Settings tuned for a slice: p3o_qwen3_4b.py:v5p:2x2x4 and p3o_qwen3_4b.py:v5e:8x8. On v5e:8x8, half
+of a refresh's rollouts are sampled at a time. To sample from an 8-bit copy of the policy:
 --config.sources.quantized.fraction=1.0. To train on rollouts that are one update old:
 --config.schedule="fixed_lag(lag=1)". Card: docs/methods/p3o.md.
 """

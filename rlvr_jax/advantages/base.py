@@ -33,10 +33,10 @@ class Advantage(NamedTuple):
     needs_binary: whether rewards must be 0 or 1; other rewards are then a configuration error.
     needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
       fields may be None.
-    per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]; or the
-      given coefficients, if the batch has no turns. None: all tokens of a rollout have its single
-      coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
-      responses: this is a configuration error.
+    per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T], or
+      `coefficients` unchanged if the batch has no turns. None: all tokens of a rollout have its
+      single coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
+      responses, such as `gmpo`: this is a configuration error.
   """
 
   init: Callable[[Array], Any]
@@ -77,7 +77,7 @@ def stateless(
 
 
 def needed(name: str, batch: TrainBatch, field: str) -> Array:
-  """A field of the batch that an estimator needs, as a constant for differentiation.
+  """A field of the batch that an estimator needs; no gradient flows through the result.
 
   Args:
     name: the name of the estimator.

@@ -93,7 +93,8 @@ def fade(
     target_is_relative: whether `target_entropy` is a fraction of the initial entropy.
     schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
       (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).
-    decay_updates: above 0, length of "logarithmic" in updates; the other schedules ignore it.
+    decay_updates: T > 0, the number of updates over which "logarithmic" decays; the other schedules
+      ignore it.
   Returns:
     An estimator with `FadeState`, for binary rewards.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).

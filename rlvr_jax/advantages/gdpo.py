@@ -80,8 +80,8 @@ def gdpo_advantages(
   if len(weights) != K:
     raise ValueError(
       f"gdpo: weights = {weights} are {len(weights)} numbers for K = {K} rewards (the main"
-      " grader's reward, and one for each pair of config.grading.extra); give one weight for each"
-      " reward, or none"
+      " grader's reward, and one for each (grader, weight) of config.grading.extra); give one"
+      " weight for each reward, or none"
     )
   of_one = leave_one_out_advantages if leave_one_out else grpo_advantages
   normalize = functools.partial(of_one, valid=valid, epsilon=epsilon, name="gdpo")

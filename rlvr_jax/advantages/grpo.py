@@ -17,7 +17,7 @@ def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float, name: str =
     epsilon: added to the deviation, in units of reward.
     name: name of the estimator, for error messages.
   Returns:
-    f32[P, G]; gradient masses √(pq) on successes and on failures.
+    f32[P, G]; gradient masses √(pq) on successes and on failures, for the solve rate p = 1 − q.
   Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300).
   """

@@ -18,7 +18,8 @@ def log_mean_exp_advantages(rewards: Array, valid: Array, *, eta: float) -> Arra
     valid: bool[P, G].
     eta: η > 0, in units of 1/reward; larger values favor the best rollouts.
   Returns:
-    f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) on successes and on failures.
+    f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) on successes and on failures, for the
+    solve rate p = 1 − q.
   Source: "Risk-Sensitive RL for Alleviating Exploration Dilemmas in Large Language Models"
     (arXiv:2509.24261).
   """

@@ -23,8 +23,8 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: 
     valid: bool[P, G].
   Returns:
     advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
-    advantage/mass_ratio = mS/mF (the pair of sums; absent when no failure has mass),
-    advantage/ess, the effective sample size of |A|, in [1/n, 1] for n valid rollouts.
+    advantage/mass_ratio = mS/mF (a quotient of sums over rollouts; absent when no failure has
+    mass), advantage/ess, the effective sample size of |A|, in [1/n, 1] for n valid rollouts.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank([coefficients, rewards, correct, valid], 2)

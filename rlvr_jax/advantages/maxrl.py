@@ -18,7 +18,7 @@ def maxrl_advantages(rewards: Array, correct: Array, valid: Array) -> Array:
     correct: f32[P, G] in {0, 1}.
     valid: bool[P, G].
   Returns:
-    f32[P, G]; gradient masses q and q.
+    f32[P, G]; gradient masses q on successes and q on failures, for the solve rate 1 − q.
   Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
   """
   rewards = as_group("maxrl", rewards, valid)

@@ -48,8 +48,9 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
   scores this is `grpo`.
 
   The paper has two turns, of which the first has a score. **open**: here each turn that has a score
-  is compared separately. In the authors' code, whose λ is `turn_advantage_coef`, a dialogue that
-  does not call the tool gets the advantage of the sum of both rewards; here it gets A_dialogue.
+  is compared separately. λ is `turn_advantage_coef` in the authors' code. If a dialogue does not
+  call the tool, that code takes the sum of both rewards and gives the dialogue the sum's advantage;
+  here it gets A_dialogue.
 
   Args:
     turn_weight: λ ≥ 0.

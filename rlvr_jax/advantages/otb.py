@@ -114,8 +114,8 @@ def otb(
 
   Each token of a response has its own baseline. The baseline has the least variance if E_it is the
   squared norm of the gradient of response i up to token t. π is the policy before the update. Its
-  log-probabilities need no extra forward pass if the batch is one micro-batch. Metrics of
-  coefficients use a rollout's mean A.
+  log-probabilities need no extra forward pass if the batch is one micro-batch. Metrics of a
+  rollout's coefficient use the mean of A_t over its tokens.
 
   Args:
     truncation: c > 0 in the loss's weights w = min(π/β, c) (`config.correction`); None sets w = 1,

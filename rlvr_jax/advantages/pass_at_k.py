@@ -19,9 +19,9 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
   a correct rollout; the group has n valid rollouts, of which c are correct.
 
-  k·w is unbiased: E[k·w ∇log π] = ∇pass@k. Since the mean w̄ contains the rollout's own w, E[A ∇log
-  π] = (1 − k/n)·∇pass@k has the right direction, but is shorter. For k = 1 this is `grpo_mean`. A
-  group with n ≤ k gets 0: at n = k all w are equal, and below k they are undefined.
+  k·w is unbiased: E[k·w ∇log π] = ∇pass@k. The mean w̄ contains the rollout's own w. So E[A ∇log π]
+  = (1 − k/n)·∇pass@k: the direction is right, but the gradient is shorter. For k = 1 this is
+  `grpo_mean`. A group with n ≤ k gets 0: at n = k all w are equal, and below k they are undefined.
 
   Args:
     rewards: f32[P, G].
@@ -29,7 +29,8 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
     valid: bool[P, G].
     k: 1 ≤ k < G.
   Returns:
-    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞.
+    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞, for the solve
+    rate p = 1 − q.
   Raises:
     ValueError: at trace time, if k ≥ G.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"

@@ -23,7 +23,7 @@ def asym_advantages(
     delta: δ > 0; smaller values weight failures more.
     name: name of the estimator, for error messages.
   Returns:
-    f32[P, G]; gradient masses pq and pq/δ.
+    f32[P, G]; gradient masses pq on successes and pq/δ on failures, for the solve rate p = 1 − q.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   rewards = as_group(name, rewards, valid)
@@ -49,7 +49,8 @@ def power_asym_advantages(
     alpha: α ≥ 1; hard prompts dominate if α > 1.
     delta, name: as for `asym_advantages`.
   Returns:
-    f32[P, G]; gradient masses p·q^α and p·q^α/δ.
+    f32[P, G]; gradient masses p·q^α on successes and p·q^α/δ on failures, for the solve rate
+    p = 1 − q.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_equal_shape([rewards, correct])

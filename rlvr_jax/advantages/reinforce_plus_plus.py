@@ -37,8 +37,8 @@ def reinforce_plus_plus(*, baseline: bool = False, over: str = "rollouts") -> Ad
 
   With `baseline`, r − r̄ is normalized in place of r; r̄ is the mean of the group. Then μ over
   rollouts is 0, and a constant group has exactly A = 0. μ over tokens is not 0, since long
-  responses weigh more: a constant group gets −μ/√(σ² + 1e-8). Without a baseline, rewards are
-  compared only with the batch's μ, also in a constant group.
+  responses weigh more: a constant group gets −μ/√(σ² + 1e-8). Without `baseline`, rewards are
+  compared only with the batch's μ, so that a constant group has A ≠ 0 unless its reward is μ.
 
   With moments over tokens, rollouts without a loss token do not count and have A = 0. The paper has
   the KL to a reference policy in the reward; here it is a part of the loss, `config.reference`.

@@ -16,7 +16,7 @@ def rloo_advantages(rewards: Array, valid: Array) -> Array:
     rewards: f32[P, G].
     valid: bool[P, G].
   Returns:
-    f32[P, G]; gradient masses pq and pq in expectation at any G.
+    f32[P, G]; gradient masses pq and pq in expectation at any G, for the solve rate p = 1 − q.
   Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
     in LLMs" (arXiv:2402.14740).
   """

@@ -63,7 +63,7 @@ class Group:
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.path), *command]
 
   def limit_memory(self, mebibytes: int) -> None:
-    """Limits the memory of an item; the sandbox's own memory is added to the limit."""
+    """Limits the memory of an item, a program with its tests; adds the sandbox's own memory."""
     self._write("memory.max", (mebibytes + _LAUNCHER_MIB) * 2**20)
 
   def count_memory_kills(self) -> int:
@@ -108,7 +108,7 @@ def open_group() -> Group:
 
 
 def _groups_above() -> Iterator[pathlib.Path]:
-  """Yields the folders of this process's group and its ancestors that are mounted."""
+  """Yields the mounted folders of this process's control group and of the group's ancestors."""
   lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
   group = next((line[3:] for line in lines if line.startswith("0::")), None)
   mounts = [line.split() for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]

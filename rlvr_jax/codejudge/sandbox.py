@@ -8,8 +8,9 @@ item (one program with its tests) gets:
 * from the file system only the system's programs and libraries and the interpreter, read-only; no
   home, no working directory; an empty and small /tmp and /dev/shm, deleted with the item
 * only its own processes, limited in number, time, address space and file size
-* only the system calls of an allow list (`harness.system_calls`). It excludes calls that create
-  memory that belongs to no process, calls by which items could communicate, and calls not needed
+* only the system calls of an allow list (`harness.system_calls`). The list omits calls that create
+  memory that belongs to no process, calls by which items could communicate, and all calls that
+  programs do not need
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
 * a limit of processor time, the same limit for time asleep, and a deadline (`deadline_s`). All the
   item's processes are killed at any of these limits, and when the process that waits for it dies
@@ -121,8 +122,8 @@ class Sandbox:
     Args:
       program: "mode" ("calls", "cases" or "last") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; the program's process never has them.
-      time_limit_s: total processor time of all processes, seconds; also the limit on the time in
-        which all of them sleep, so that none runs, or waits for a core or the disk. Without
+      time_limit_s: total processor time of all processes, seconds. The same limit holds for the
+        time in which all of them sleep: none runs, and none waits for a core or the disk. Without
         isolation neither time is measured, and time_limit_s limits the wall-clock time.
       memory_mib: address space of each process, and total memory of all processes, MiB.
       on_asleep: called at most once, when the program sleeps and leaves its core to others.
@@ -269,7 +270,10 @@ def probe(sandbox: Sandbox) -> None:
 
 
 def _hidden_paths() -> list[str]:
-  """Paths in the home and working directories that no program may see, without interpreters."""
+  """At most 100 paths that programs must not see: in home and working directory, and /etc/shadow.
+
+  Paths that overlap `visible_paths`, such as an interpreter's folder, are left out.
+  """
   visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
 
   def overlaps_visible(path: pathlib.Path) -> bool:

@@ -1,4 +1,4 @@
-"""The sandboxes of one process: one program uses the core, while other programs may sleep."""
+"""The sandboxes of one process: one program at a time uses the core, and others may sleep."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Sandboxes:
     """Waits for a sandbox and the core.
 
     Yields:
-      The sandbox, which is replaced if an exception leaves the context; and a function to call, at
-      most once, when the program sleeps and leaves the core to others.
+      The sandbox, which is replaced if the `with` block raises; and a function to call, at most
+      once, when the program sleeps and leaves the core to others.
     """
     is_on_core = True
 

@@ -44,7 +44,10 @@ TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Raises ValueError or KeyError unless the tests have one of these forms, and can be passed."""
+  """Checks that tests have a form of the module's docstring, and that a program could pass them.
+
+  Raises ValueError or KeyError if this is not so.
+  """
   style = tests["style"]
   if style not in STYLES:
     raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
@@ -104,8 +107,8 @@ def _parse_statements(kind: str, text: str) -> list[ast.stmt]:
   """Parses a text of the tests.
 
   Raises:
-    ValueError: the text is not Python, or imports a missing module, for which a program could
-      provide its own.
+    ValueError: the text is not Python, or imports a module outside the standard library. A program
+      could provide its own module of that name.
   """
   try:
     tree = ast.parse(text)
@@ -143,7 +146,7 @@ def _check_modules(tests: Sequence[str], setup: str) -> None:
 
 
 def _imported_packages(node: ast.AST) -> set[str]:
-  """The packages that an import statement imports from; empty for any other node."""
+  """The packages that an import statement imports from; an empty set for any other syntax node."""
   if isinstance(node, ast.Import):
     return {alias.name.partition(".")[0] for alias in node.names}
   return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
@@ -154,7 +157,7 @@ def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
   for case in cases:
     for field, limit in (("input", MAX_INPUT), ("output", MAX_OUTPUT)):
       if (size := len(case[field].encode())) > limit:
-        raise ValueError(f"an {field} has {size} bytes, allowed are {limit}: leave that case out")
+        raise ValueError(f"an {field} has {size} bytes, at most {limit} are allowed: omit it")
 
 
 # The two arguments of `Sandbox.run`: the program, and the task without "style".
@@ -223,7 +226,7 @@ def run(
 
 
 def time_limit_s(tests: Mapping[str, Any]) -> float:
-  """The limit of processor time that the tests have, or the default; seconds."""
+  """The tests' limit of processor time in seconds; the default if they have none."""
   return tests.get("time_limit_s", TIME_LIMIT_S)
 
 
@@ -302,8 +305,9 @@ _PREPARE: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
 def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
   """Names that tests take from the program, and modules that they use without importing them.
 
-  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. But if
-  tests use no other name, they are, since a function of MBPP is called `sum`.
+  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. There is
+  an exception: if tests use no other name, the builtins that they call are taken from the program.
+  MBPP needs this for a function called `sum`.
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   name_nodes = [node for node in nodes if isinstance(node, ast.Name)]

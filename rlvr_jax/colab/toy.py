@@ -76,7 +76,7 @@ def first_kernel(toy: Toy) -> Array:
 
 
 def uniform_numbers(toy: Toy, seed: int, number: int, group_size: int) -> np.ndarray:
-  """Uniform random numbers f32[P, G, T] from which batch `number` of a run is sampled."""
+  """Uniform random numbers f32[P, G, T], with which a run samples its batch of this number."""
   P, T, _ = toy.features.shape
   return np.random.default_rng([seed, number]).random((P, group_size, T), np.float32)
 
@@ -128,7 +128,7 @@ class Recipe(NamedTuple):
   veto: Veto | None = None
   temperature: float = 1.0  # sampling temperature; the policy is trained at temperature 1
   recorded: str = "sampled"  # log β at `temperature`; "raw": log β at temperature 1
-  learning_rate: float = 60.0  # large, since each token is a small share of the batch mean
+  learning_rate: float = 60.0  # large, since each token has a small weight in the batch mean
 
 
 class Runs(NamedTuple):
@@ -265,7 +265,7 @@ def batch_at(
     toy: task of the runs.
     runs: result of `train`.
     update: number of the update.
-    policy: number of updates of the policy π; None for the policy that is updated.
+    policy: π is the policy after this many updates; None for the policy that the update changes.
     run: index of the seed.
   Raises:
     ValueError: the update is out of range.

@@ -52,7 +52,7 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, and the counts of a run's programs for these lengths.
+  """A typical batch of an update, packed, and the `report.Counts` of the run's programs for it.
 
   Args:
     run: result of `build`.
@@ -101,7 +101,7 @@ def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
 
 
 def keeps_first_policy(run: Parts) -> bool:
-  """Whether a KL term or diagnostics need a copy of the first policy that no teacher provides."""
+  """Whether a KL term or diagnostics need the first policy, and no teacher is a copy of it."""
   is_teacher = any(teacher.checkpoint == INITIAL for teacher in run.teachers)
   needed = run.config.reference.kl_coefficient or run.config.diagnostics.every
   return bool(needed) and not is_teacher
@@ -126,7 +126,7 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
 
 
 def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[], dict[str, Table]]:
-  """Builds a run as shapes; returns a function that prints memory per chip and whether it fits.
+  """Builds a run from shapes; returns a function that prints memory per chip and whether it fits.
 
   The function always prints an estimate by arithmetic. Given a topology, it also compiles update
   and generation and prints the compiler's numbers. This needs the compiler (extra `tpu`), but no
@@ -156,10 +156,10 @@ def costs(
   *,
   lengths: str = "longest",
 ) -> Callable[[], dict[str, Cost]]:
-  """Builds a run as shapes; returns a function that prints the costs of its programs per chip.
+  """Builds a run from shapes; returns a function that prints the costs of its programs per chip.
 
-  The update, and the last burst of the longest responses, are compiled for the topology. Dialogues
-  have a prefill after each reply.
+  Two programs are compiled for the topology: the update, and the last burst of decoding steps of
+  the longest responses. Dialogues have a prefill after each reply.
 
   Args:
     config: the config of the run.

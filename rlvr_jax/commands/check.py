@@ -1,7 +1,7 @@
 """The command check: tests everything that a run needs, on every host; prints a line per check.
 
 A line has a status ("ok", "warn" or "FAIL"), the name of the check, and its finding. A failure says
-how to fix it. Hosts that disagree with the majority have a line each.
+how to fix it. Each host that disagrees with the majority gets a line of its own.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _run_check(action: Callable[[], Finding]) -> Finding:
 
 
 def _format_lines(name: str, findings: Sequence[Finding]) -> Iterator[str]:
-  """Yields a line for the most common status, by its first host, and a line per differing host."""
+  """Yields a line of the first host with the most common status, and a line per differing host."""
   common, _ = collections.Counter(status for status, _ in findings).most_common(1)[0]
   representative = next(i for i, (status, _) in enumerate(findings) if status == common)
   for process, (status, text) in enumerate(findings):
@@ -299,7 +299,7 @@ class Preflight:
     return Finding(OK, _describe_prompt(parts.tokenizer, ids))
 
   def check_lengths(self) -> Finding:
-    """The positions of policy and teachers suffice for prompts and responses."""
+    """The maximum lengths of policy and teachers suffice for the longest prompt and response."""
     parts = _require(self.parts, "the configuration has failed")
     shape = parts.shape
     if text := describe_long_texts(self.config.model.checkpoint, shape):
@@ -333,7 +333,7 @@ class Preflight:
     parts = _require(self.parts, "the configuration has failed")
     state = jax.tree.leaves(parts.placement.state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
-    count = self.config.checkpoint.keep + 2  # and the best, and the one that is being written
+    count = self.config.checkpoint.keep + 2  # + 2: the best one, and the one that is being written
     needed = size * count
     if in_bucket(self.workdir):
       return Finding(OK, f"{needed / _GIB:.1f} GiB for {count} checkpoints, in a bucket")

@@ -132,7 +132,7 @@ def _prepare_sweep(
   tracked_by: Sequence[str],
   minutes: float | None = None,
 ) -> Callable[[], object]:
-  """Reads the configuration of every run; each run reports its other errors itself."""
+  """Reads the configuration of every run; a run itself reports errors that reading cannot find."""
   overrides = config_file.texts("config", argv)
   trusting, recipe = config_file.is_trusting(argv), config_file.recipe_path(argv)
   runs = sweep.read_runs(file, recipe, overrides, workdir, trusting=trusting)
@@ -168,8 +168,9 @@ def _prepare_ahead_of_time(
   if schedule.threaded or generates_separately(config.generation_mesh):
     raise ValueError(
       f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
-      f" {config.generation_mesh.to_dict()}: it compares generation and updates in turn on all"
-      " chips; set --config.schedule='on_policy()', and no generation_mesh of separate devices"
+      f" {config.generation_mesh.to_dict()}: only generation and updates in turn on all"
+      " chips can be tuned; set --config.schedule='on_policy()', and no generation_mesh of separate"
+      " devices"
     )
   programs.make_topology_mesh(config.mesh, topology)
   return functools.partial(tune, config, topology, folder, lengths=lengths)

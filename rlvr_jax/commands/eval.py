@@ -110,8 +110,8 @@ def _check_config(workdir: Workdir, files: StartFiles, config_json: str) -> None
 def _count_complete_problems(workdir: Path, num_problems: int, batch_size: int, shown: Path) -> int:
   """Counts the problems of complete batches; an incomplete batch is sampled again.
 
-  A damaged line, and all lines after it, are sampled again too, with a warning that names the file
-  in `shown`.
+  A damaged line, and all lines after it, are sampled again too. A warning then names the file as a
+  path in the folder `shown`.
   """
   lines = read_lines(workdir / PROBLEMS_FILE)
   num_intact = sum(1 for _ in _read_intact_records(workdir / PROBLEMS_FILE))
@@ -132,7 +132,7 @@ def _reopen_problems(workdir: Path, done: int) -> JsonLines:
 
 
 def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of a file of problems, up to the first damaged or misplaced record."""
+  """Yields the records of a file of problems, up to the first that is damaged or out of order."""
   with contextlib.suppress(FileNotFoundError, DamagedFileError):
     for number, record in enumerate(read_records(path)):
       if record.get("problem") != number or not is_as_written(record):
@@ -141,7 +141,7 @@ def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _make_record(number: int, samples: list[Sample]) -> dict[str, Any]:
-  """The record of a problem in problems.jsonl; its "samples" have the fields that differ."""
+  """The record of a problem in problems.jsonl; "samples" has the fields that differ by sample."""
   first = samples[0]
   sample_fields = ("completion", "turns", "outcome", "extracted", "reward", "tokens", "stopped")
   record = {

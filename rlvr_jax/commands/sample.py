@@ -38,9 +38,9 @@ def sample(parts: Parts, workdir: str | Path) -> None:
     parts: the parts of the run's configuration, on this program's devices.
     workdir: the workdir of the run.
   Raises:
-    EndRequestedError: a signal requested shutdown; other samplers take over its groups.
+    EndRequestedError: a signal requested shutdown; other samplers take over this sampler's groups.
     WorkdirError: the workdir has no run, or its run samples by itself.
-    RefusedError: the trainer has other code, another configuration or other data.
+    RefusedError: the trainer has another version of the code, another configuration or other data.
     AgreementError: this program samples from another distribution than the trainer computes.
   """
   folder = parse_path("--workdir", workdir)
@@ -72,7 +72,7 @@ def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) ->
     parts: the parts of the run's configuration, on this program's devices.
     folder: the workdir.
     frozen: the parameters that are not trained.
-    answers: answers the turns of rollouts.
+    answers: asks the open processes for grades, and for the environments' replies.
   """
   c, programs, network = parts.config, parts.programs, parts.model.config
   policies, inner = make_training_sampler(parts, frozen, answers)

@@ -101,7 +101,8 @@ def read_runs(
   for path in overrides:
     if len({repr(fields.get(path)) for fields in entries}) > 1:
       raise ValueError(
-        f"--config.{path} applies to all runs, but {owner} sets it to several values; leave it out"
+        f"--config.{path} applies to all runs, but {owner} sets the field to several values; omit"
+        " the flag"
       )
   runs = [_make_run(owner, fields, recipe, overrides, workdir, trusting) for fields in entries]
   first: dict[str, Run] = {}
@@ -183,7 +184,7 @@ def _make_run(
 
 
 def _default_label(recipe: str, fields: Mapping[str, Any]) -> str:
-  """A label: the recipe's name and argument, and the fields that the entry sets but the seed."""
+  """A label: the recipe's name and argument, and the entry's fields without the seed."""
   name, _, argument = recipe.partition(":")
   parts = [pathlib.PurePath(name).stem, *([argument] if argument else [])]
   return ", ".join(parts + [f"{path}={v}" for path, v in fields.items() if path != "seed"])
@@ -206,7 +207,7 @@ def sweep(
     TimeLimitError: the time limit was reached before all runs had finished.
     EndRequestedError: a signal requested shutdown; the current run has been saved.
     SweepError: some runs failed; the other runs were still executed.
-    WorkdirError: another sweep uses the workdir, or a finished run had another command.
+    WorkdirError: another sweep uses the workdir, or a run has finished with other flags.
   """
   with contextlib.ExitStack() as stack:
     folder = Workdir(workdir)
@@ -280,7 +281,7 @@ class _SweepLimit:
     return process.shutdown_requested() or time.monotonic() >= self._deadline
 
   def error(self, run: Run) -> process.EndRequestedError:
-    """The error that ends the sweep before a run has finished; prints why the sweep ends."""
+    """The error to raise if the sweep ends before a run has finished; prints why the sweep ends."""
     requested = process.shutdown_requested()
     why = "shutdown requested" if requested else f"{self._minutes:g} minutes are over"
     message = f"{why} before {run.name} finished"
@@ -364,7 +365,7 @@ def _run_process(run: Run, folder: Workdir, more: Sequence[str], sweep_limit: _S
 
 
 def _wait_until_free(workdir: pathlib.Path) -> None:
-  """Waits until no process uses a run's workdir: the process of a killed sweep may still save."""
+  """Waits until no process uses a run's workdir: a killed sweep's run may still be saving."""
   deadline = time.monotonic() + _GRACE_S
   while True:
     try:

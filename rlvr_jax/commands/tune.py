@@ -1,9 +1,10 @@
 """The command tune: settings of a run for a slice, found by compiling its programs.
 
-Arithmetic ranks every combination of mesh, rows, micro-batch and remat for an update. The best
-settings of the first meshes are compiled, then the fastest of them with other compiler options and
-rows. For the fastest update, arithmetic ranks layouts and slots of generation, and the first
-setting that fits when compiled is taken.
+Arithmetic ranks every combination of mesh, row length, micro-batch and remat for an update. The
+best setting of each of the best meshes is compiled. The fastest of these settings is then compiled
+with other compiler options, and with other row lengths and micro-batches. For the fastest update,
+arithmetic ranks layouts and slots of generation, and the first setting that fits when compiled is
+taken.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ _COMPILE_S = 240  # seconds to compile a program of a 7B network on two cores
 _GIB = 2**30
 
 _TRUST = """Seconds are a range. Its lower end is the largest of three times, for computation, HBM
-and links, as if they overlapped; its upper end is their sum. Computation takes the compiler's
-cycles, and for kernels other than XLA's the time at the published peaks. On GPUs, for which no
-compiler estimates cycles, it takes the time of the products' FLOPs at the published peaks.
+and links, as if they overlapped; its upper end is their sum. Computation is the time of the
+compiler's cycles, and for kernels other than XLA's the time at the published peaks. On GPUs, for
+which no compiler estimates cycles, it is the time of the products' FLOPs at the published peaks.
 Generation is estimated from the weights and caches that each step reads. Waits for graders and
 environments, checkpoints, the scores of a reference policy, further draws of dynamic sampling and
 the time of the host are left out."""
@@ -81,8 +82,8 @@ the time of the host are left out."""
 class Seconds(NamedTuple):
   """Bounds on the seconds of a program, from the peaks of a chip."""
 
-  overlapped: float  # computation, HBM and links at the same time
-  in_turn: float  # one after the other
+  overlapped: float  # lower bound: computation, HBM and links at the same time
+  in_turn: float  # upper bound: one after the other
 
 
 class Candidate(NamedTuple):
@@ -293,7 +294,7 @@ def _place(tree: Any, mesh: Mesh) -> Any:
 
 
 def _layouts(kind: str, shape: BatchShape, mesh: Mesh) -> list[tuple[Overrides, RowLayout]]:
-  """(configuration fields, row layout) of each length and number of rows that suits the mesh."""
+  """Pairs (fields, row layout) for each row length and number of rows that suits the mesh."""
   least = least_row_length(kind, shape)
   lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
   layouts: list[tuple[Overrides, RowLayout]] = []
@@ -340,7 +341,7 @@ def _update_seconds(
   of_weights = (2 * itemsize * count + 4 * trained) / tensor * (1 - 1 / fsdp)
   of_gradients = 2 * 4 * trained / (fsdp * tensor) * (1 - 1 / data)
   passes = 3 if network.remat == "full" else 2
-  tokens = layout.device_places  # places of a micro-batch on a device
+  tokens = layout.device_places  # token positions of a micro-batch on a device
   of_tokens = passes * 4 * network.num_layers * tokens * network.width * itemsize * (1 - 1 / tensor)
   micro_batches = float(np.mean([packing.micro_batches for packing in packings]))
   received = micro_batches * (of_weights + of_tokens) + of_gradients
@@ -391,9 +392,9 @@ def _compile_updates(
 def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
   """Seconds of a compiled program.
 
-  Computation takes the compiler's cycles, which omit kernels that are not XLA's. Each of these
-  adds the time of its FLOPs or of its bytes, whichever is longer. For GPUs, whose cycles no
-  compiler estimates, computation takes the time of the FLOPs.
+  Computation is the time of the compiler's cycles, which omit kernels that are not XLA's. Each such
+  kernel adds the time of its FLOPs or of its bytes, whichever is longer. For GPUs no compiler
+  estimates cycles, and computation is the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]
   if chip.cycles_per_s is not None:
@@ -510,13 +511,13 @@ def generation_seconds(
 def _compile_generation(
   target: Target, update: Overrides, candidates: Sequence[Candidate], resident: float
 ) -> Measured:
-  """The first candidate that fits beside the trainer, with the seconds of its estimate.
+  """The first candidate that fits beside the trainer, with its estimated seconds.
 
   Args:
     target: the target of the search.
     update: the settings of updates that were chosen.
     candidates: candidates for generation, fastest first.
-    resident: GiB of the optimizer's state, which stays in memory meanwhile.
+    resident: GiB of the optimizer's state, which stays in memory during generation.
   Raises:
     CostsError: no candidate fits.
   """

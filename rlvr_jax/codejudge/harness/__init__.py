@@ -1,7 +1,7 @@
 """The program inside the sandbox: runs generated code and judges it, in separate processes.
 
 `sandbox.py` starts it in an interpreter that has only the standard library and this folder of
-rlvr_jax, whose modules import nothing else. `launcher` starts:
+rlvr_jax. The folder's modules import nothing else. `launcher` starts:
 
     launcher     one per sandbox. It enters namespaces with a small read-only root, drops its rights
     │            and waits for items.

@@ -189,7 +189,7 @@ class Program:
       self._has_program_types = True
       return TYPES[content]
     if tag != "handle" or type(content) is not int:
-      raise ValueError(f"the program's answer is unusable: {tag!r:.50}")
+      raise ValueError(f"the program's answer is unusable: the reference {tag!r:.50} is not valid")
     return self._handles.setdefault(content, Handle(self, content))
 
 

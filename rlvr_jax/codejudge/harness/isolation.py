@@ -66,7 +66,7 @@ def _mount_scratch(target: str, mebibytes: int) -> None:
 
 
 def die_with_parent() -> None:
-  """Makes the kernel kill this process when its parent dies; a change of user cancels this."""
+  """Makes the kernel kill this process when its parent dies; a later change of user undoes this."""
   prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -127,7 +127,7 @@ def enter_namespaces(paths: Sequence[str]) -> None:
 
 def _build_root(paths: Sequence[str]) -> None:
   """Makes a new root that has only `paths` of the current file system; unmounts the old root."""
-  root = "/sys"  # exists on every system, and is not needed
+  root = "/sys"  # a place to mount: every system has this folder, and its files are not needed
   _mount("none", "/", None, _PRIVATE)
   _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
   for path in paths:
@@ -172,7 +172,7 @@ def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) ->
 
 
 def enter_item_namespaces() -> None:
-  """Enters new namespaces for one item; the next child is their first process, see `isolate`."""
+  """Enters new namespaces for one item; the next child is the first process in them (`isolate`)."""
   _new_user_namespace(_NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
 
 

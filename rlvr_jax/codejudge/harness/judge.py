@@ -130,9 +130,9 @@ def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
 class _ContinueAfterAsserts(ast.NodeTransformer):
   """Makes a test continue after a failing assert, whose exception `Failures` records.
 
-  Every assert evaluates the expressions that a passing assert evaluates, see `_conjuncts`. A
-  message that is not a constant is removed, since it could call the program. An assert within `try`
-  is not changed, since the handlers may expect its exception.
+  A failing assert evaluates all expressions that it would evaluate if it passed, see `_conjuncts`.
+  A message that is not a constant is removed, since it could call the program. An assert within
+  `try` is not changed, since the handlers may expect its exception.
   """
 
   def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
@@ -150,11 +150,11 @@ class _ContinueAfterAsserts(ast.NodeTransformer):
 
 
 def _conjuncts(test: ast.expr, truth: bool = True) -> list[ast.expr]:
-  """Expressions that are all true if and only if the truth value of `test` is `truth`.
+  """Expressions that are all true if and only if bool(`test`) is `truth`.
 
-  Evaluating these expressions makes all the calls that are needed to show this, whatever the
-  calls return. So each part of a conjunction is evaluated, each element of `all` (under a `not`, of
-  `any`), and each operand in a chain of comparisons.
+  Evaluating these expressions makes all the calls that are needed to show this, whatever the calls
+  return. So each part of a conjunction is evaluated, and each operand in a chain of comparisons.
+  Each element of all(…) is evaluated and, under a `not`, each element of any(…).
   """
   match test:
     case ast.BoolOp(operator, parts) if isinstance(operator, ast.And) == truth:
@@ -182,7 +182,7 @@ def _negate_unless(truth: bool, test: ast.expr) -> ast.expr:
 
 
 def _call_with_list(name: str, elements: list[ast.expr]) -> ast.expr:
-  """The call of the function `name` with a list of the elements, which evaluates all elements."""
+  """The syntax tree of `name([…])`; the list makes Python evaluate all elements."""
   return ast.Call(ast.Name(name, ast.Load()), [ast.List(elements, ast.Load())], [])
 
 
@@ -217,7 +217,7 @@ class Tolerance(NamedTuple):
   """The allowed difference of numbers in an output from the expected numbers."""
 
   absolute: float
-  relative: float  # a multiple of the expected number
+  relative: float  # as a share of the expected number
 
   @classmethod
   def of(cls, task: Mapping[str, Any]) -> Tolerance | None:
@@ -286,9 +286,9 @@ def _stdin_check(program: Program, case: Mapping[str, Any], tolerance: Tolerance
 def is_same_output(actual: str, expected: str, tolerance: Tolerance | None) -> bool:
   """Whether outputs are equal by LiveCodeBench's rule.
 
-  All lines must be equal when stripped, or be equal as exact decimal numbers. With a tolerance, all
-  words of a line must be equal, or be two numbers within the tolerance, of which at least one is
-  not an integer.
+  All lines must be equal when stripped, or be equal as exact decimal numbers. With a tolerance,
+  lines are compared word by word. Two numbers of which at least one is not an integer may differ
+  by the tolerance; other words must be equal, integers as numbers.
   """
   lines, expected_lines = (
     [line.strip() for line in text.strip().split("\n")] for text in (actual, expected)

@@ -142,10 +142,10 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
 
 
 def _run_judge(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Runs the judge: receives the program and the tests, and sends the verdict.
+  """Runs the judge: receives the program and the tests from `item`, and sends the verdict there.
 
   The program can exhaust the judge's memory. So once the program runs, every error in the judge
-  counts as the program's failure, and nothing more is read.
+  counts as the program's failure, and nothing more is read from `item`.
   """
   is_started = False
   try:
@@ -185,8 +185,8 @@ def _list_threads(process: str) -> list[str]:
 def _memory_mib() -> float:
   """Memory of all processes and sockets, without files, MiB.
 
-  Shared memory counts for each process. Every socket counts as full, even one that no process
-  holds: one that waits to be accepted, or is being sent to another process.
+  Shared memory counts for each process. Every socket counts as full, also while no process holds
+  it: while it waits to be accepted, or is being sent to another process.
   """
   kib = 0.0
   for process in _list_processes():
@@ -198,8 +198,8 @@ def _memory_mib() -> float:
 def _process_memory_kib(process: str) -> float:
   """Memory of a process, KiB; raises OSError if it has ended.
 
-  If the main thread has exited, it reports no memory, and another thread is read. The result is
-  infinite for a process that replaces its threads faster than they can be read.
+  If the main thread has exited, its status has no memory, and another thread's status is read. The
+  result is infinite for a process that replaces its threads faster than they can be read.
   """
   sizes = _MEMORY_FIELDS.findall(_read(f"{process}/status"))
   for _ in range(_MAX_RACES):
@@ -239,9 +239,9 @@ class Sleep:
   def measure(self) -> float:
     """Adds the time asleep since the last call; returns `seconds`, the total.
 
-    The kernel's counters (schedstat) are exact, but include a wait for a core only once it is over,
-    and ignore the time in which the host gives the core to another machine. So the states of
-    threads are also used.
+    The kernel's counters (schedstat) are exact. But they include a wait for a core only once it is
+    over, and they ignore the time in which the host gives the core to another machine. So the
+    states of threads are also used.
     """
     states = set()
     awake_s = {}
@@ -278,7 +278,7 @@ def _processor_seconds() -> float:
 
 
 def _kill_children() -> None:
-  """Kills the processes that have become this process's children, if there is no namespace."""
+  """Kills the processes that have become this process's children; used without namespaces only."""
   while children := _read(f"/proc/self/task/{os.getpid()}/children").split():
     for child in map(int, children):
       with contextlib.suppress(ProcessLookupError):

@@ -61,12 +61,12 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
   """
   size = int.from_bytes(receive_exactly(channel, 8), "big")
   if limit is not None and size > limit:
-    raise ValueError(f"a message of {size} bytes, allowed are {limit}")
+    raise ValueError(f"a message has {size} bytes, at most {limit} are allowed")
   return json.loads(receive_exactly(channel, size))
 
 
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
-  """Receives `size` bytes; raises EOFError if the other side closes the channel before."""
+  """Receives `size` bytes; raises EOFError if the other side closes the channel before the last."""
   data = bytearray()
   while len(data) < size:
     # Never receives more bytes, since the following bytes are for the next reader.
@@ -163,7 +163,7 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception of this name; RuntimeError for other names and Stop(Async)Iteration."""
+  """The builtin exception called `name`; RuntimeError for Stop(Async)Iteration and other names."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

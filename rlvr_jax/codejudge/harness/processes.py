@@ -54,5 +54,5 @@ def replace_streams(
 
 
 def execute(source: str | ast.Module, name: str, namespace: dict[str, Any]) -> None:
-  """Runs code in a namespace; tracebacks call the code the file `name`."""
+  """Runs code in a namespace; tracebacks show `name` as the code's file."""
   exec(compile(source, name, "exec", dont_inherit=True), namespace)

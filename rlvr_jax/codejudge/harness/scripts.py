@@ -1,4 +1,4 @@
-"""Runs the program as a script, for each case or after other programs, always in a new process."""
+"""Runs the program as a script in a new process for each case, possibly after other programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
 
 
 def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Serves cases of the last source, like `serve_cases`, after running earlier sources silently."""
+  """Like `serve_cases` for the last source; each process first runs the earlier ones silently."""
   _serve(channel, sources[:-1], sources[-1:])
 
 

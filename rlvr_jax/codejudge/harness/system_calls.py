@@ -154,7 +154,7 @@ def compile_filter() -> bytes:
       add(_ALLOW, name, condition)
   for condition in _WITHOUT_EFFECT:
     add(_FAIL, "fcntl", condition)
-  read_end, write_end = os.pipe()  # its buffer has room for the program, 400 instructions
+  read_end, write_end = os.pipe()  # its buffer has room for the filter of 400 instructions
   with open(read_end, "rb") as file:
     with open(write_end, "wb"):
       _check_result(library.seccomp_export_bpf(context, write_end), "cannot export the filter")
