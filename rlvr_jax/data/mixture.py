@@ -23,7 +23,7 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Mixes several tasks; every section of `train` has them in proportion to their weights.
+  """Mixes several tasks; every stretch of `train` has their problems in proportion to the weights.
 
   Each part is read in a random order without repetition until it is exhausted, then again in
   another order. Warm starts and held-out problems are concatenated in the order of the parts. No
@@ -32,12 +32,12 @@ def mixture(
 
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
-    weights: label → relative frequency, > 0; the error is at most 1 % of the smallest.
-    size: problems in an epoch of training; 0 for about as many as read every part once.
+    weights: label → relative frequency, > 0; each is rounded by at most 1 % of the smallest.
+    size: problems in an epoch of training; 0: about the fewest in which every part is fully read.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
     ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is
-      not a task or has no problem left to train on, or the factory of a part raises it.
+      not a task or has no problem left to train on, or the factory of a part raises ValueError.
   """
   if not parts or set(parts) != set(weights):
     raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
@@ -64,10 +64,11 @@ def join_parts(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task,
   names its grader.
 
   Args:
-    kind: name of the joining task, for messages.
+    kind: what the joined task is, "mixture" or "curriculum", for messages.
     parts: see `mixture`.
   Raises:
-    ValueError: a part is not a task or has no problem left to train on, or its factory raises it.
+    ValueError: a part is not a task or has no problem left to train on, or its factory raises
+      ValueError.
   """
   tasks = {label: _make_part(kind, label, part) for label, part in parts.items()}
   grader, changes = unify_graders([task.grader for task in tasks.values()])
@@ -99,15 +100,15 @@ def _make_part(kind: str, label: str, part: Mapping[str, Any]) -> Task:
   owner = f"part {label!r} of the {kind}"
   if set(part) != {"name", "kwargs"} or part["name"] in ("mixture", "curriculum"):
     raise ValueError(
-      f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture or a"
-      " curriculum, and its kwargs"
+      f"{owner} is {dict(part)}, expected the keys name and kwargs, and a name other than mixture"
+      " and curriculum"
     )
   task = specs.make_from_spec(owner, plain_tasks, specs.Spec(part["name"], part["kwargs"]), Task)
   if not all(
     isinstance(s, Chosen | Generated) for s in (task.train, task.warm_start, task.held_out)
   ):
     raise ValueError(
-      f"{owner}: the sources of {part['name']} do not list their questions; make them Chosen or"
-      " Generated of rlvr_jax.data.sources, such as Chosen.of(problems)"
+      f"{owner}: a source of {part['name']} is neither a Chosen nor a Generated; make it one of"
+      " these classes of rlvr_jax.data.sources, for example by Chosen.of(problems)"
     )
   return task

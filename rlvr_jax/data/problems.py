@@ -14,7 +14,7 @@ sys.set_int_max_str_digits(50_000)  # as in `workers.worker`: references have lo
 @dataclasses.dataclass(frozen=True)
 class Problem:
   question: str  # the prompt's text, without a chat template; or the texts of `messages`
-  answer: str  # the reference answer; "" if many answers are right, and the source gives none
+  answer: str  # the reference answer; "" if many answers are right and the source names none
   solution: str  # demonstration for the warm start, written like a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
   # If the demonstration is a dialogue, its turns before `solution`: a text of the policy, a reply
@@ -28,7 +28,7 @@ class Problem:
 
   @property
   def own_reference(self) -> Mapping[str, Any]:
-    """The reference from the problem's source, without the names of graders around it."""
+    """The reference as the problem's source gave it, before any `wrap`."""
     return self.reference if self.inner is None else self.inner
 
   def wrap(self, reference: Mapping[str, Any]) -> Problem:

@@ -144,14 +144,16 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
   hash_seed = os.environ.get("PYTHONHASHSEED", "random")
   if dataset in _HASH_SEED_DEPENDENT and hash_seed == "random":
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} generates other problems in every process unless "
-      "Python's hash seed is fixed, so that a resumed run would not be reproducible: set "
+      f"reasoning_gym dataset {dataset!r} generates different problems in every process unless "
+      "Python's hash seed is fixed, so a resumed run would not be reproducible: set "
       "PYTHONHASHSEED=0 in the environment"
     )
   fields = {field.name for field in dataclasses.fields(known[dataset][1])} - {"seed", "size"}
   for name in settings:
     if name in ("seed", "size"):
-      raise ValueError(f"settings has {name!r}: set train_{name}, held_out_{name}, ... instead")
+      raise ValueError(
+        f"settings has {name!r}, but each phase has its own: set train_{name}, held_out_{name}, ..."
+      )
     if name not in fields:
       raise ValueError(
         f"reasoning_gym dataset {dataset!r} has no setting {name!r}; similar names: "
@@ -198,5 +200,6 @@ def _check_reference(entries: Any, problem: Problem) -> None:
   if score < 1 - 1e-9:
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} cannot be graded in another process: its own answer "
-      f"{answer!r} scores {score:g} once its metadata have gone through JSON. Use another dataset."
+      f"{answer!r} scores {score:g}, not 1, with metadata that were read back from JSON. Use"
+      " another dataset."
     )

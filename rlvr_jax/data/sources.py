@@ -105,7 +105,7 @@ class Chosen(_Indexed):
 
 
 class Candidates:
-  """Problems generated from one seed; candidates i + k·size replace candidate i if it is taken."""
+  """Problems from one seed; candidates i + k·size replace candidate i if its question is taken."""
 
   def __init__(self, generate: Callable[[int], Problem], size: int, what: str):
     """Initializes the candidates.
@@ -113,14 +113,14 @@ class Candidates:
     Args:
       generate: index → problem; raises IndexError beyond the last problem.
       size: number of problems.
-      what: describes the candidates in messages.
+      what: what generates the candidates, for messages, such as "task guess".
     """
     self._generate = generate
     self._what = what
     self.size = size
 
   def first_not_in(self, taken: Collection[str], index: int) -> Problem:
-    """The first of candidates index + k·size, k = 0, 1, ..., whose question is not taken."""
+    """The first of the candidates index, index + size, ... whose question is not in `taken`."""
     for k in range(_MAX_TRIES):
       try:
         problem = self._generate(index + k * self.size)
@@ -129,8 +129,9 @@ class Candidates:
       if problem.question not in taken:
         return problem
     raise ValueError(
-      f"no question left for problem {index} of {self.size}: {self._what} has too few distinct "
-      f"ones ({len(taken)} are taken, tried {k + 1}). Lower the sizes or widen the settings."
+      f"no question left for problem {index} of {self.size}: {self._what} has too few distinct"
+      f" questions ({len(taken)} are taken, {k + 1} candidates were tried). Lower the sizes or"
+      " widen the settings."
     )
 
   def choose_distinct(self, taken: Collection[str] = ()) -> tuple[Problem, ...]:
@@ -158,7 +159,7 @@ class Generated(_Indexed):
     return self._change(self._candidates.first_not_in(self._excluded, index))
 
   def without(self, questions: QuestionKeys) -> Generated:
-    """The source without `questions`, which must include all questions that it already excludes."""
+    """This source, but without `questions`; these must include all questions excluded so far."""
     return Generated(self._candidates, questions, self._change)
 
   def map(self, change: Change) -> Generated:
@@ -219,7 +220,7 @@ class Mixed(_Indexed):
 
 
 def listed_sources(source: ProblemSource) -> list[ProblemSource]:
-  """The parts of a source that list their problems; parts generated on access are omitted."""
+  """The parts of a source that are fixed lists of problems, without parts generated on access."""
   if isinstance(source, Concatenated | Mixed):
     return [part for inner in source._sources for part in listed_sources(inner)]
   return [source] if isinstance(source, Chosen | Sequence) else []

@@ -16,14 +16,14 @@ def find_stop(
   """Finds the smallest n for which the text of the first n ids contains a stop string.
 
   The string may begin within one token and end within another token; this last token is kept whole.
-  Only the end of `ids` is decoded: the new ids, and the ids before them in which a stop string can
-  begin.
+  Unless a stop string is found, the function decodes only the new ids, and the ids before them in
+  which a stop string can begin.
 
   Args:
     tokenizer: `decode` is used.
     ids: token ids of a policy's turn so far.
     stop_strings: strings that `check_stop_strings` accepts; any of them ends the turn.
-    searched: number of ids at the beginning in which earlier calls found no stop string.
+    searched: length of the prefix of `ids` in which earlier calls found no stop string.
   Returns:
     n > searched, the number of ids to keep; None if the text contains no stop string.
   """
@@ -38,9 +38,9 @@ def find_stop(
 
 
 def _window(tokenizer: Tokenizer, ids: Sequence[int], characters: int, searched: int) -> int:
-  """An index ≤ `searched` such that the ids from it to `searched` decode to enough characters."""
+  """An index i such that ids[i:searched] decode to at least `characters` characters, or 0."""
   size = characters
-  more = 1  # doubles, so that even ids without characters are decoded about twice at most
+  more = 1  # the step doubles: even ids without characters are decoded about twice at most
   while size < searched:
     text = tokenizer.decode(ids[searched - size : searched])
     # The text must start neither within a character nor within bytes that decode as a whole.

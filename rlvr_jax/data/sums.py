@@ -41,7 +41,7 @@ def sums(*, largest: int = 40, held_out_numbers: int = 10, split_seed: int = 0) 
 
 
 def _problems(numbers: Sequence[int]) -> Iterator[Problem]:
-  """All sums of two of the numbers in either order, and all differences from 0 up."""
+  """All sums of two of the numbers in either order, and all differences that are ≥ 0."""
   for a, b in itertools.product(numbers, repeat=2):
     yield _problem(f"{a} + {b}", a + b)
     if a >= b:

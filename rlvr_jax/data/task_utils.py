@@ -73,8 +73,8 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
     ) from error
   except (ValueError, IndexError, AttributeError, TypeError) as error:
     raise ValueError(
-      f"{what} is {template!r}, a template whose fields may be {sorted(fields)}: "
-      f"{type(error).__name__} {error}"
+      f"{what} is {template!r}, a template that cannot be filled in ({type(error).__name__}:"
+      f" {error}); its fields may be {sorted(fields)}"
     ) from error
 
 
@@ -104,7 +104,7 @@ def _add_grader_name(problem: Problem, grader: str) -> Problem:
 def warn_of_common_answer(task: Task) -> Task:
   """Returns the task; logs a warning if a constant answer solves many held-out problems."""
   share = task.most_common_answer_share()
-  is_shared = share * len(task.held_out) > 1.5  # one of a few problems is a large share
+  is_shared = share * len(task.held_out) > 1.5  # among few problems, a single one is a large share
   if is_shared and share > _COMMON_ANSWER_SHARE:
     logging.warning(
       "task %s: one answer is right for %.0f %% of the held-out problems; a policy that always "

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
   vocab_size: int  # larger than every id; at most the model's V
   pad_id: int
-  stop_ids: tuple[int, ...]  # generation ends at any of these; the first ends a demonstration
+  stop_ids: tuple[int, ...]  # generation ends at any of these; a demonstration ends with the first
 
   def encode(self, text: str) -> list[int]:
     """Encodes a text, such as a demonstration, without adding special tokens."""
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
     Args:
       reply: the environment's text.
       role: "user" or "tool", for chat templates.
-      last_id: the last token id of the policy's turn. If this id is not the token that ends a turn,
-        the token that ends a turn is encoded first.
+      last_id: the last token id of the policy's turn. If `last_id` is not the token that ends a
+        turn, the token that ends a turn is encoded first.
     Raises:
       ValueError: the role is unknown, or `check_turns` refuses it.
     """
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
     ...
 
   def vocabulary(self) -> Mapping[str, int]:
-    """Spelling → id of every token; equal tokens of two tokenizers have equal spellings."""
+    """Spelling → id of every token. Two tokenizers spell a token that both have in the same way."""
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
@@ -80,7 +80,11 @@ def join_messages(messages: Sequence[Message]) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-  """Raises ValueError unless all messages have a known role and a text, and the policy is next."""
+  """Raises ValueError unless `messages` are a prompt for the assistant's next message.
+
+  There must be a message; all must have a known role and a text, and the last must not be the
+  assistant's.
+  """
   for message in messages:
     pairs = message.items() if isinstance(message, Mapping) else ()
     fields = {key: value for key, value in pairs if value is not None}
@@ -93,7 +97,10 @@ def check_messages(messages: Sequence[Message]) -> None:
   if not messages:
     raise ValueError("a prompt has no messages; give at least one")
   if messages[-1]["role"] == "assistant":
-    raise ValueError("a prompt ends with a message of the assistant, whose turn is the policy's")
+    raise ValueError(
+      "a prompt ends with a message of the assistant, but the policy writes the assistant's next"
+      " message; end the prompt with a message of another role"
+    )
 
 
 def check_reply_role(role: str) -> None:
@@ -103,14 +110,14 @@ def check_reply_role(role: str) -> None:
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
-  """Raises ValueError if a stop string is empty, no text, or can never be found."""
+  """Raises ValueError unless `stop_strings` are texts that can be found: not empty, no U+FFFD."""
   if isinstance(stop_strings, str):
     raise ValueError(f"stop strings are {stop_strings!r}; give a sequence: ({stop_strings!r},)")
   for stop in stop_strings:
     if not isinstance(stop, str) or not stop or "\ufffd" in stop:
       raise ValueError(
-        f"the stop string {stop!r} is empty, no text, or has U+FFFD, which stands for broken"
-        " characters; name a text such as '</tool_call>'"
+        f"the stop string {stop!r} must be a text that is not empty and has no U+FFFD, the"
+        " character for invalid bytes; give a text such as '</tool_call>'"
       )
 
 
@@ -138,7 +145,7 @@ class ByteTokenizer:
     return self.encode_prompt(join_messages(messages))
 
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
-    """Returns the bytes of the unchanged reply, whose text has its own separators."""
+    """Returns the bytes of the unchanged reply; the reply itself must contain any separators."""
     check_reply_role(role)
     return self.encode(reply)
 
@@ -193,7 +200,8 @@ class ByteTokenizer:
 def _byte_letters() -> dict[str, int]:
   """Letter → the byte that it stands for in a byte-level tokenizer.json.
 
-  Printable Latin-1 letters stand for themselves; letters from U+0100 on stand for the other bytes.
+  Printable Latin-1 characters stand for themselves; the other bytes, in order, get the letters from
+  U+0100 on.
   Source: "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019), code.
   """
   printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -222,7 +230,7 @@ def encode_first_turn(
   max_prompt_length: int,
   first_messages: Sequence[Message] | None = None,
 ) -> list[int]:
-  """The tokens of the first prompt for a policy, at least one.
+  """The tokens of a policy's first prompt, at least one token.
 
   Args:
     problem: the problem, whose question is the prompt.
@@ -230,7 +238,7 @@ def encode_first_turn(
     max_prompt_length: S, in tokens.
     first_messages: the messages with which the environment replaces the question, if it does.
   Raises:
-    PromptError: the question is empty, or the prompt has no tokens or more than S.
+    PromptError: the prompt's text is empty, or its number of tokens is 0 or above S.
   """
   if first_messages:
     tokens = tokenizer.encode_messages(first_messages)
@@ -250,8 +258,8 @@ def check_prompt(
     problem: the problem whose question is the prompt.
     length: tokens in the prompt.
     max_prompt_length: S, the most tokens of a prompt.
-    where: names the problem in the message if it has no file and line of its own.
-    begins: the first message of the environment, if its messages replace the question.
+    where: name of the problem for the message, used if `problem.where` is "".
+    begins: text of the environment's first message, if the environment replaces the question.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "

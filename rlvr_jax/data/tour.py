@@ -43,7 +43,7 @@ def tour(
     width: width of the grid in cells, 3 … 8.
     walls: number of cells that cannot be entered, ≥ 0.
     goals: number of goals, ≥ 1.
-    slack: largest ratio of a right walk's number of cells to a shortest walk's, 1 … 60.
+    slack: most cells of a right walk, as a multiple of a shortest walk's cells, 1 … 60.
     longest: largest number of cells in a response.
     detour_share: probability in [0, 0.9] that a step of a demonstration goes to a random neighbor.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
@@ -101,8 +101,8 @@ def _draw_problem(
       break
   else:
     raise ValueError(
-      f"tour: no problem with width = {width}, walls = {walls} and goals = {goals} has a walk of at"
-      f" most longest = {longest} cells in {_MAX_TRIES} tries; lower walls or goals"
+      f"tour: no problem with width = {width}, walls = {walls} and goals = {goals} could be solved"
+      f" within {longest} cells (longest) in {_MAX_TRIES} tries; lower walls or goals"
     )
   return Problem(
     question=f"{_letters([start, *stops])}|{_letters(sorted(blocked))}=",
@@ -179,7 +179,7 @@ def _draw_legs(
   detour_share: float,
   longest: int,
 ) -> list[list[int]]:
-  """Draws the legs of a walk from goal to goal; [] if they have more than `longest` cells.
+  """Draws the legs of a walk from goal to goal; [] if the walk needs more than `longest` cells.
 
   Args:
     rings_by_goal: `_rings` of each goal; the start must be connected to all goals.

@@ -19,13 +19,14 @@ class Distillation(NamedTuple):
   """The terms that a teacher adds to an update; τ is the teacher's distribution, a constant.
 
   Attributes:
-    advantage: (policy_logprobs f32[P, G, T], batch) → the term that is added to each token's
-      coefficient, for any loss: f32[P, G, T], nats, constant for differentiation. None: no term.
-    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats, which are added to the losses
-      of the reward. None: no losses. Both terms are 0 where masked.
+    advantage: (policy_logprobs f32[P, G, T], batch) → a term f32[P, G, T], nats, constant for
+      differentiation. The term is added to each token's advantage, whatever the loss. None: no
+      term.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. They are added to the tokens'
+      policy-gradient losses. None: no losses. Both terms are 0 where masked.
     divergence: the divergence between the whole distributions. The forward pass computes it at each
-      token position, as the batch's `teacher_divergence`. None: log-probabilities of sampled tokens
-      suffice.
+      token position, as the batch's `teacher_divergence`. None: only log-probabilities of sampled
+      tokens are needed.
   """
 
   advantage: Callable[[Array, TrainBatch], Array] | None = None

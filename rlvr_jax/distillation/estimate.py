@@ -18,14 +18,14 @@ def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distill
 
   For tokens that π has just sampled, the expected gradient of k2 = (log π − log τ)²/2 is the
   gradient of KL(π‖τ). The expected gradient of k3 = τ/π − 1 − log(τ/π) is the gradient of the
-  *forward* divergence KL(τ‖π), although the value of k3 estimates KL(π‖τ). There is no weight for
-  staleness. k1 is refused: its expected gradient is 0.
+  *forward* divergence KL(τ‖π), although the value of k3 estimates KL(π‖τ). Stale tokens get no
+  importance weight. k1 is refused: as a loss, its expected gradient is 0.
 
   Args:
     estimator: "k2"; "k3"; or "k3+", the value of k3 with the gradient of k2.
     bound: > 0, nats; "k2" does not use it. In k3, `bound` limits |log π − log τ|, and `bound`/2
-      limits the value. With "k3", a token beyond either bound has no gradient. verl uses 20. None
-      sets no bound.
+      limits the value. With "k3", a token beyond either bound has no gradient. verl's bound is
+      20. None sets no bound.
   Source: verl's `kl_penalty`; see `ops.kl`.
   """
   if bound is not None:

@@ -16,7 +16,7 @@ def iw_opd(*, gamma: float = 0.5) -> Distillation:
   """ℓ = −(1 + γ·(1 − s_t/s_T))·g·log π, where g = log τ − log β and s_t = Σ_{u<t} |g_u|.
 
   s_T is the sum over the response. Early tokens have weights up to 1 + γ. Tokens after the last
-  token with g ≠ 0 have the weight 1. A weight depends on the full response, so that the expected
+  token with g ≠ 0 have the weight 1. A weight depends on the full response, so the expected
   gradient is not exactly the gradient of a divergence.
 
   Args:

@@ -17,15 +17,15 @@ def kl(
 ) -> Distillation:
   """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each token of the response.
 
-  The loss covers every token that the student might have sampled, after the prefixes that the
-  sampler has visited. A token's effect on later tokens has no gradient. No array of the
+  After each prefix of a sampled response, the loss compares the distributions of the next token,
+  not only the sampled token. A token's effect on later tokens has no gradient. No array of the
   vocabulary's size is kept: the head is computed in chunks, for student and teacher together.
 
   Args:
     alpha, support, top_k, rest, floor: see `ops.divergence.Divergence`.
   Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649). SDPO (arXiv:2601.20802)
-    uses the student's top 100 with a tail, OPSD (arXiv:2601.18734) uses α = 0.5, and verl uses the
-    teacher's top 32 with "drop" and the floor 0.
+    uses support = "student", top_k = 100 and rest = "tail". OPSD (arXiv:2601.18734) uses α = 0.5.
+    verl uses support = "teacher", top_k = 32, rest = "drop" and floor = 0.
   """
   made = Divergence(alpha=alpha, support=support, top_k=top_k, rest=rest, floor=floor)
 

@@ -19,9 +19,9 @@ def opd(*, student: str = "policy", discount: float = 0.0) -> Distillation:
   response's KL.
 
   Args:
-    student: the policy whose log-probability g subtracts: "policy", π of each update; or
-      "behavior", β, as in some published code. With stale rollouts, the expectation for β is not
-      the gradient of a divergence. **open**.
+    student: the policy whose log-probability is subtracted in g: "policy", π of each update; or
+      "behavior", the sampler β, as in some published code. With "behavior" and stale rollouts, the
+      expected gradient is not the gradient of a divergence. **open**.
     discount: γ in [0, 1], per token.
   Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649); as an advantage "On-Policy
     Distillation" (Thinking Machines Lab 2025), tinker-cookbook, slime, verl.

@@ -1,4 +1,4 @@
-"""On-policy distillation as a loss in the ratio; tokens that have become improbable are dropped."""
+"""On-policy distillation by a loss on the ratio π/β, without tokens that lost much probability."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def opd_ratio(*, max_drop: float = 0.2, log_ratio_penalty: float = 1e-3) -> Dist
   Here ρ = π/β and g = sg(log τ − log π).
 
   Args:
-    max_drop: δ in (0, 1], the largest decrease of probability of a kept token; 1 keeps all tokens.
+    max_drop: δ in (0, 1]; a token is kept if its probability fell by at most δ; 1 keeps all tokens.
     log_ratio_penalty: λ ≥ 0.
   Source: prime-rl's `ref_kl_loss_fn`, which has the default values.
   """

@@ -16,8 +16,9 @@ def top_k_opd(*, top_k: int = 16) -> Distillation:
   Args:
     top_k: k ≥ 1.
   Source: "Rethinking On-Policy Distillation of Large Language Models" (arXiv:2604.13016), the
-    authors' `compute_distillation_reward`. Other code takes the scalar Σ w·(log π − log τ) as an
-    advantage of the sampled token; its expected gradient at that token is 0.
+    authors' `compute_distillation_reward`. Other code takes the scalar Σ w·(log π − log τ) as the
+    advantage of the sampled token. This scalar does not depend on the sampled token, so its
+    expected gradient at that token is 0.
   """
   made = Divergence(support="student", top_k=top_k, rest="score")
 

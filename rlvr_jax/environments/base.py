@@ -20,8 +20,8 @@ another process and must give the same replies. Draw from `random.Random(seed)`,
 outside of the environment's object. All rollouts of a problem have the same seed. The code runs in
 a thread, so it cannot set signal handlers.
 
-Replies have the role "user", unless the class says `roles = ("tool",)`. An environment that holds
-something open may have `close()`, called when its dialogue has ended.
+Replies have the role "user", unless the class says `roles = ("tool",)`. An environment with open
+resources, such as a connection, may have `close()`, called when its dialogue has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Turn(NamedTuple):
   # of the policy's turn, which is no reward, but which an advantage such as `mt_grpo` compares.
   score: float | None = None
   role: str = "user"  # role of the reply in chat templates: "user" or "tool"
-  correct: bool | None = None  # read if there is a score; None: a score of 1 or more is correct
+  # If done with a score: whether the dialogue is correct; None: it is correct if the score is ≥ 1.
+  correct: bool | None = None
 
   @property
   def is_correct(self) -> bool:
@@ -65,15 +66,16 @@ class Turn(NamedTuple):
 
 
 class Refused(Stopped):
-  """Raised by `step`: the policy's text is refused, an outcome with a reward and not a fault."""
+  """Raised by `step` to refuse the policy's text; this outcome has a reward and is not a fault."""
 
   kind = "refused"
 
 
 class TimedOut(Stopped):
-  """Raised by `step`: the policy's text cost too much, an outcome with a reward and not a fault.
+  """Raised by `step` if the policy's text causes too much work; this outcome has a reward.
 
-  An environment may raise this error at its own limit; the pool's limit would kill the process.
+  The outcome is not a fault. An environment may raise this error at a limit of its own, which is
+  reached before the pool's limit; at the pool's limit the process is killed.
   """
 
   kind = "timeout"

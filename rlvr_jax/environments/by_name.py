@@ -12,14 +12,14 @@ _OF_RUN = ("grade", "deadline_s")  # parameters of factories that the run sets
 
 
 def parse_environment(field: str, text: str) -> specs.Spec:
-  """Parses and checks the string of an environment; only the workers import a user's module.
+  """Parses and checks a string such as "guess(high=32)"; only the workers import a user's module.
 
   Args:
     field: start of error messages, such as "config.environment.name".
     text: the string.
   Raises:
-    ValueError: the text is not a component's string, or has an unknown name, or hyper-parameters
-      that the factory does not take.
+    ValueError: the string cannot be parsed, its name is unknown, or the factory does not take its
+      hyper-parameters.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
@@ -28,7 +28,7 @@ def parse_environment(field: str, text: str) -> specs.Spec:
 
 
 def tries_of(spec: specs.Spec) -> Any:
-  """The number of tries of one of the package's environments; None without this parameter."""
+  """The value of `tries` of one of the package's environments; None if it has no such parameter."""
   if ":" in spec.name:
     return None
   parameter = inspect.signature(getattr(environments, spec.name)).parameters.get("tries")
@@ -46,8 +46,9 @@ def make_environment(
     grade: the task's grader for the rollout's problem, for a factory with a keyword `grade`.
     deadline_s: limit of a turn, for a factory with a keyword `deadline_s`.
   Raises:
-    ValueError: see `parse_environment`; or the module or factory does not exist; or the factory
-      raises ValueError, does not return an environment, or needs `grade`, which is None.
+    ValueError: `parse_environment` raises it; the module or factory does not exist; the factory
+      raises it; the factory does not return an environment; or `grade` is None, although the
+      factory needs it.
   """
   owner = f"{field} = {text!r}"
   spec = specs.parse(field, text)
@@ -55,7 +56,9 @@ def make_environment(
     "grade"
   )
   if grade is None and parameter is not None and parameter.default is parameter.empty:
-    raise ValueError(f"{owner}: {spec.name} needs grade, but there is no grader here")
+    raise ValueError(
+      f"{owner}: {spec.name} needs grade, but there is no grader; pass grade to EnvironmentPool"
+    )
   of_run: dict[str, Any] = {"deadline_s": deadline_s}
   if grade is not None:
     of_run["grade"] = grade

@@ -1,4 +1,4 @@
-"""Tool calls in a policy's turn, in the forms of models whose chat templates show tools."""
+"""Tool calls in a policy's turn, in the formats of models whose chat templates support tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
   "arguments": {…}}</tool_call>` anywhere after their thoughts. Qwen3-Coder and Qwen 3.5 write
   `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; each argument is then
   a text, without the line breaks next to its tags. For Llama 3 the whole turn is
-  `{"name": "f", "parameters": {…}}`; such a turn is an answer unless f is one of `names`.
+  `{"name": "f", "parameters": {…}}`; if f is not one of `names`, such a turn is not a call.
 
   Raises:
     ValueError: the text after `<tool_call>` is not a call.
@@ -57,7 +57,7 @@ def find_call(text: str, names: Collection[str]) -> Call | None:
 
 
 def _read(text: str, start: int) -> tuple[Call | None, int]:
-  """(the call that begins at `start`, or None; the index after the text that was read)."""
+  """The call that begins at `start`, or None, and the index after the text that was read."""
   start = len(text) - len(text[start:].lstrip())
   if in_tags := _FUNCTION.match(text, start):
     return Call(in_tags[1], dict(_PARAMETER.findall(in_tags[2]))), in_tags.end()

@@ -1,4 +1,4 @@
-"""Dialogues in worker processes: an environment's turn is a reply to the policy's text."""
+"""Dialogues in worker processes: the environment replies to each text of the policy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Environments:
     self.ready = base.declared_roles(self._make(refuse if has_grade else None))
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Resets a dialogue's environment, or makes its step: (reply, whether it is the last reply)."""
+    """Resets a dialogue's environment or calls its step: (reply, whether the reply is the last)."""
     if "problem" in request:
       grade = None if self._ask is None else functools.partial(_grade, self._ask, session)
       environment = self._environments[session] = self._make(grade)
@@ -74,7 +74,7 @@ class Environments:
 
 
 def _grade(ask: Ask, session: int, text: str) -> tuple[str, float, str]:
-  """The grade of a text, (outcome, score, feedback): the function `grade` of an environment."""
+  """Grades a text as (outcome, score, feedback); environments get this function as `grade`."""
   try:
     outcome, score, feedback = ask(session, base.clean("grade is called with text", text), _GRADE_S)
   except RuntimeError as error:
@@ -88,26 +88,31 @@ def _grade(ask: Ask, session: int, text: str) -> tuple[str, float, str]:
 class EnvironmentPool(PoolOwner):
   """Runs dialogues in worker processes, each reset and step under a wall-clock limit.
 
-  Any thread may call the methods, and none of them blocks, except for the constructor and `close`.
-  A dialogue's results depend only on its problem, seed and texts. If the process of a dialogue
-  ends, another process repeats the dialogue; if a result then differs, the dialogue has failed.
+  Any thread may call the methods. Only the constructor and `close` block. A dialogue's results
+  depend only on its problem, seed and texts. If the process of a dialogue ends, another process
+  repeats the dialogue; if a repeated result differs, the dialogue has failed.
 
-  The kind of a `Failure` is "timeout" for a step that exceeds the limit, or if the environment
-  raised `TimedOut`; "refused" if it raised `Refused`; "memory" for a failed allocation; "failed"
-  for any other exception, an invalid result, or a process that ended. A failure ends its dialogue.
+  A failure ends its dialogue. The kinds of a `Failure` are:
+
+  * "timeout": a reset or step exceeded the limit, or the environment raised `TimedOut`.
+  * "refused": the environment raised `Refused`.
+  * "memory": an allocation failed.
+  * "failed": any other exception, an invalid result, or a process that ended.
 
   Args:
     environment: string of an environment, "name(keyword=value)" or "my_module:factory".
     processes: number of workers, ≥ 1.
-    deadline_s: wall-clock limit of a reset or step, seconds. Waiting for a grade, or in
-      `workers.worker.waiting`, has separate limits.
+    deadline_s: wall-clock limit of a reset or step, seconds. The limit excludes the time in which
+      the environment waits for a grade, or in the context `workers.worker.waiting`; such waits have
+      limits of their own.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     startup_timeout_s: limit for a worker to start, seconds.
     variables: environment variables that are added for the workers.
-    grade: `GraderPool.submit`, for an environment with a keyword `grade`. A grade that takes over
-      an hour is a timeout; the grader's own limits are shorter.
+    grade: a `GraderPool`'s method `submit`, for environments whose factory has a keyword `grade`;
+      None: no grader. A grade that takes over an hour is a timeout; the grader's own limits are
+      shorter.
   Attributes:
-    roles: the roles that replies may have, of "user" and "tool".
+    roles: the roles that replies may have: "user", "tool" or both.
   Raises:
     ValueError: an argument is out of range, the environment is unknown, or variables are not text.
     EnvironmentStartError: the environment cannot be made.
@@ -153,7 +158,7 @@ class EnvironmentPool(PoolOwner):
     Args:
       problem: "question", "answer" and "reference"; JSON-serializable.
       seed: the seed, which is the same for all rollouts of a problem.
-      graded: the reference for `grade`; None for the problem's reference.
+      graded: the reference that the grader gets; None: "reference" of the problem.
     Raises:
       TypeError: the problem is not JSON-serializable.
       RuntimeError: the pool is closed, or has failed.
@@ -172,15 +177,15 @@ class EnvironmentPool(PoolOwner):
     """Gives the policy's text to a dialogue's environment.
 
     Args:
-      dialogue: the dialogue of a `Started`. Its previous result must have arrived; `done` or a
-        failure ends it.
+      dialogue: the dialogue of a `Started`. Its previous result must have arrived, and must be
+        neither a failure nor a turn with `done`: these end a dialogue.
       text: the policy's text.
     Raises:
       ValueError: the dialogue has ended or has a step under way.
       RuntimeError: the pool is closed, or has failed.
     """
     if not isinstance(text, str):
-      raise TypeError(f"text = {text!r:.100} is not a text")
+      raise TypeError(f"text = {text!r:.100} has type {type(text).__name__}, expected str")
     return self._pool.submit(dialogue, encode({"text": text}), lambda reply: Turn(*reply))
 
   def close_dialogue(self, dialogue: Session) -> None:

@@ -48,14 +48,14 @@ def guess(
   """Asks for a number, uniform in [low, high]; the right guess ends the dialogue with score 1.
 
   The policy's text is a decimal integer; space around it is ignored. The question of the problem is
-  the prompt. The default replies have one byte, for tiny policies on bytes.
+  the prompt. The default replies are one byte each, for tiny policies whose tokens are bytes.
 
   Args:
     low: smallest number.
     high: largest number, ≥ low.
     higher: reply if the number is higher than the guess.
     lower: reply if the number is lower than the guess.
-    invalid: reply if the text is not an integer in the range; the turn counts.
+    invalid: reply if the text is not an integer in the range; such a turn counts like any other.
   Raises:
     ValueError: a hyper-parameter is out of range, or two replies are equal.
   """

@@ -1,4 +1,4 @@
-"""Environments on an OpenEnv server: a policy's text becomes an action, an observation a reply.
+"""Environments on an OpenEnv server: the policy's texts are actions, and observations are replies.
 
 A dialogue is a session of the server, a WebSocket at URL/ws. Both sides send JSON:
 
@@ -7,8 +7,8 @@ A dialogue is a session of the server, a WebSocket at URL/ws. Both sides send JS
     {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "…"}}
 
 Source: `openenv.core.env_server` of openenv 0.10. We do not use that package's client: it loads web
-frameworks, which would take each process seconds at its start, and it continues a lost connection
-in a new session without a reset.
+frameworks, so that each process would take seconds to start, and it continues a lost connection in
+a new session without a reset.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ServerError(Exception):
 
 
 class _NoSessionError(ServerError):
-  """The server has no session now; it may have one later."""
+  """No session could be opened now; a later try may succeed."""
 
 
 class _Options(NamedTuple):
@@ -165,7 +165,7 @@ def read_answer(text: str) -> _Answer:
 
 
 class _Network(NamedTuple):
-  """The thread of this process that has all connections."""
+  """What all connections of this process share: an event loop with a thread, and a client."""
 
   loop: asyncio.AbstractEventLoop
   http: aiohttp.ClientSession
@@ -309,7 +309,7 @@ class _OpenEnv:
     except (Refused, TimedOut) as error:  # a reset contains no text that could be at fault
       raise ServerError(str(error)) from None
     if answer.done:
-      raise ServerError("the server's reset has ended the episode")
+      raise ServerError("the server answered the reset with done = true, before any action")
     if not self._options.prompt:
       return None
     return [{"role": "user", "content": fill_in(self._options.prompt, answer.observation)}]
@@ -377,21 +377,23 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
     ) from error
   action = schema.get("action") if isinstance(schema, dict) else None
   if not isinstance(action, dict):
-    raise ValueError(f"openenv: {url} is no OpenEnv server: {url}/schema has no action; {rule}")
+    raise ValueError(
+      f"openenv: {url} is no OpenEnv server: {url}/schema describes no object 'action'; {rule}"
+    )
   return action
 
 
 def _check_action(action: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-  """Raises ValueError if the server's actions have other fields than `action`."""
+  """Raises ValueError if `action` lacks a required field or has one that the server refuses."""
   fields = schema.get("properties", {}).keys() - {"metadata"}
   if not fields:  # a server of tools has several kinds of actions
     return
   unknown = action.keys() - fields - {"metadata"}
   missing = set(schema.get("required", ())) - action.keys()
   if missing or (unknown and schema.get("additionalProperties") is False):
-    kind, names = ("misses", missing) if missing else ("has", unknown)
+    kind, names = ("lacks the fields", missing) if missing else ("has unknown fields", unknown)
     raise ValueError(
-      f"openenv: action = {action} {kind} {sorted(names)}; an action of this server has the fields"
+      f"openenv: action = {action} {kind} {sorted(names)}; the fields of this server's actions are"
       f" {sorted(fields)}"
     )
 
@@ -410,18 +412,18 @@ def openenv(
 ) -> Environment:
   """Plays with an environment that an OpenEnv server serves.
 
-  Each dialogue has its own session. The server's `max_concurrent_envs` must allow all dialogues at
-  a time; a dialogue that gets no session tries again until the deadline.
+  Each dialogue has its own session. The server's `max_concurrent_envs` must be at least the number
+  of simultaneous dialogues; a dialogue that gets no session tries again until the deadline.
 
-  A run repeats bit for bit if the server does: the server gets the seed, and its replies may depend
-  only on the seed, `reset` and the actions. The server's answers have these meanings:
+  A run repeats bit for bit if the server's replies depend only on the seed, which the server gets,
+  on `reset` and on the actions. The server's answers have these meanings:
 
   * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
-    rewards; if there were no rewards, the task's grader judges.
-  * VALIDATION_ERROR refuses the policy's text; so do a reward that is not finite, and a text
-    without a match of `pattern`.
-  * a step without an answer in time, while the server answers pings, counts against the text; so
-    does an answer of over 16 MiB.
+    rewards; if there were no rewards, the task's grader gives the score.
+  * if the server answers VALIDATION_ERROR or a reward that is not finite, or if the policy's text
+    has no match of `pattern`, the text is refused.
+  * if the server answers pings, but does not answer a step in time, or if it answers a step with
+    over 16 MiB, the policy's text counts as timed out.
   * any other error, a lost connection, or a violation of the protocol is the environment's fault.
 
   Args:
@@ -432,16 +434,18 @@ def openenv(
       "{stdout}{stderr}"; "{field.0.inner}" is within lists and objects.
     prompt: template of the first message, from the observation of the reset; "" for the problem's
       own prompt.
-    reset: fields of the problem that the server's reset gets besides the seed, such as ("index",).
+    reset: names of the problem's fields that the server gets at a reset besides the seed, such as
+      ("index",).
       A field is "question", "answer", or a field of the reference; "extra.index" is a field within
       "extra".
-    pattern: regular expression; the text of the action is the first group of its last match, or
-      the whole match. "": the policy's complete turn.
+    pattern: regular expression for the part of the policy's turn that the action gets: the first
+      group of the last match or, without groups, the whole match. "": the complete turn.
     score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
     deadline_s: limit of the run for a reset or step, seconds.
   Raises:
-    ValueError: a hyper-parameter is invalid, or the server does not answer or has other actions.
+    ValueError: a hyper-parameter is invalid, the server does not answer, or `action` does not have
+      the fields of the server's actions.
     ImportError: aiohttp is not installed.
   """
   check_between("openenv", "deadline_s", deadline_s, low=0.0, open_low=True)
@@ -465,29 +469,33 @@ def _check_options(options: _Options) -> None:
   """Raises ValueError for invalid hyper-parameters."""
   parts = urlsplit(options.url)
   if parts.scheme not in ("http", "https") or not parts.hostname:
-    raise ValueError(f"openenv: url = {options.url!r} is no address such as http://127.0.0.1:8000")
+    raise ValueError(
+      f"openenv: url = {options.url!r} is no http or https address; give one such as"
+      " http://127.0.0.1:8000"
+    )
   if not isinstance(options.action, Mapping) or TEXT not in repr(options.action):
     raise ValueError(
-      f"openenv: action = {options.action!r} has no place for the policy's text; write it as"
-      ' {"code": "{text}"}, with the field of the server\'s action'
+      f"openenv: action = {options.action!r} must be a dict with '{{text}}' where the policy's text"
+      ' belongs; write, for example, {"code": "{text}"}, with the fields of the server\'s actions'
     )
   for name in ("reply", "prompt"):
     template = getattr(options, name)
     is_empty = name == "prompt" and template == ""
     if not isinstance(template, str) or not (_FIELD.search(template) or is_empty):
       raise ValueError(
-        f"openenv: {name} = {template!r} names no field of the observation; write it as"
-        f' "{{stdout}}{{stderr}}"'
+        f"openenv: {name} = {template!r} has no field of the observation in braces; write, for"
+        ' example, "{stdout}{stderr}"'
       )
   if isinstance(options.reset, str) or not all(isinstance(name, str) for name in options.reset):
     raise ValueError(
-      f"openenv: reset = {options.reset!r} are no names; write a sequence such as ('index',)"
+      f"openenv: reset = {options.reset!r} must be a sequence of names of fields, such as"
+      " ('index',)"
     )
   try:
     json.dumps(options.action)
     re.compile(options.pattern)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"openenv: action is no JSON: {error}") from error
+    raise ValueError(f"openenv: action cannot be written as JSON: {error}") from error
   except re.error as error:
     raise ValueError(
       f"openenv: pattern = {options.pattern!r} is no regular expression: {error}"

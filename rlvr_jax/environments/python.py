@@ -65,7 +65,9 @@ class _Python:
         memory_mib=options.memory_mib, on_asleep=leave_core,
       )  # fmt: skip
     if "died" in result:
-      raise Refused(f"the program broke its sandbox (status {result['died']})")
+      raise Refused(
+        f"the program broke its sandbox, whose process ended with the status {result['died']}"
+      )
     if self._options.state and result.get("status") == 0:
       self._earlier.append(source)
     return Turn(_describe(result, self._options), role="tool")
@@ -75,8 +77,8 @@ def _find_program(text: str) -> str | None:
   """The program of the last tool call, or else the last fenced program; None if there is none.
 
   Raises:
-    ValueError: the call names another tool or has no program; or a call cannot be read, and there
-      is no fenced program.
+    ValueError: the tool call names another tool or has no program; or it cannot be read, and the
+      text has no fenced program.
   """
   fenced = extract_program(text)
   try:
@@ -127,26 +129,30 @@ def python(
 ) -> Environment:
   """Runs the policy's last fenced program (```python), and replies with its output, as a tool.
 
-  If the turn has a tool call, see `calls.find_call`, its `code` is run instead: with
-  `config.prompts.tools = "python"` the chat template says how to write one. A call that cannot be
-  read gets a reply that says so, unless the turn has a fenced program.
+  If `calls.find_call` finds a tool call in the turn, the call's argument `code` is run instead.
+  With `config.prompts.tools = "python"` the chat template tells the policy how to write a call. A
+  call that cannot be read gets a reply that says so, unless the turn has a fenced program.
 
   The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
   the standard library only; its standard input is empty. The reply is the program's standard
-  output, then the end of its standard error, which has the traceback. A reply also names a limit
-  that the program has exceeded. A program that breaks its sandbox is refused. Text without a
-  program ends the dialogue, and the task's grader judges it.
+  output, then the end of its standard error, which has the traceback. If the program exceeded its
+  time or memory, the reply says only that. If it broke its sandbox, the environment raises
+  `Refused`, which ends the dialogue. Text without a program ends the dialogue, and the task's
+  grader judges it.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program, in the same namespace and with their output dropped. So the earlier programs' other
-  effects are repeated, their random numbers may differ, and their time counts towards the limit.
+  program. They run in the program's namespace, and their output is dropped. So the earlier
+  programs' other effects are repeated, their random numbers may differ, and their time counts
+  towards the limit.
 
-  Programs of one worker that use a core take turns; up to 3 sleeping programs wait beside them.
+  The programs of one worker take turns on one core. A program that sleeps leaves the core to the
+  next program; up to 3 programs may sleep beside the running program.
 
   Args:
-    limit_s: processor time of a program, seconds, in (0, 120]; it also limits the time of sleeping.
+    limit_s: processor time of a program, seconds, in (0, 120]; the time that the program sleeps has
+      the same limit, counted separately.
     memory_mib: memory of a program, MiB, ≥ 64. A smaller `memory_mib` of the pool takes precedence.
-    max_output: characters of standard output that the reply has, ≥ 1.
+    max_output: the most characters of standard output in a reply, ≥ 1.
     state: whether programs see the variables of the dialogue's earlier programs.
   Raises:
     ValueError: a hyper-parameter is out of range.

@@ -5,8 +5,9 @@
   python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
 A sweep writes one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
-layout, and `evaluations`, a list for each axis of `curves.AXES` and each held-out metric.
-Experiments commit these results as one file with a run per line, which can be read as well.
+layout, and `evaluations`, which has a list of values for each axis of `curves.AXES` and each
+held-out metric. Experiments commit these results as one file, with a line per run; the program
+reads such a file, too.
 """
 
 from __future__ import annotations
@@ -113,10 +114,10 @@ def result_curve(
 ) -> tuple[curves.Floats, curves.Floats]:
   """The curve of a metric in one run, like `curves.curve`: positions and values, f64[N] each.
 
-  Every result has the evaluations; metrics of training are in the run's workdir. A file of results
-  may also have metrics of training over updates. `curves` maps a metric to pairs (update, value).
-  `train` maps a metric to its means over equal spans of the updates; each mean is placed at the
-  middle of its span.
+  Every result has its run's evaluations. Metrics of training are read from the run's workdir. A
+  file of results may also have metrics of training over updates, in two fields. `curves` maps a
+  metric to pairs (update, value). `train` maps a metric to its means over n equally long spans of
+  updates; the curve has each mean at the middle of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.
@@ -139,7 +140,10 @@ def result_curve(
 
 
 def _to_records(columns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Converts evaluations to records: an axis's first field has the axis's value, other fields 0."""
+  """Converts evaluations to records.
+
+  The first field of each axis has the axis's value; the axis's other fields are 0.
+  """
   axes = {axis: fields for axis, (_, fields) in curves.AXES.items() if axis in columns}
   records = []
   for values in zip(*columns.values(), strict=True):
@@ -173,7 +177,7 @@ def markdown_table(
 
 
 def mean_cell(values: Sequence[float]) -> str:
-  """A table cell: mean over seeds ± half of the 95 % interval; only the mean for equal values."""
+  """A table cell: mean over seeds ± half of the 95 % interval; no ± if all values are equal."""
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
@@ -181,8 +185,8 @@ def mean_cell(values: Sequence[float]) -> str:
 def difference_cell(difference: Difference, digits: int = 3) -> str:
   """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  The interval is omitted if it has no width at this number of digits: seeds that are equal by
-  chance do not show how much other seeds would differ.
+  The interval is omitted if both its ends are equal at this number of digits: seeds that are equal
+  by chance do not show how much other seeds would differ.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)
@@ -283,7 +287,7 @@ def comparison_table(
     results: the result of `read_results`.
     metric: the metric whose last value is compared.
     baseline: a label; None for the first result's label.
-    difference: the difference that the number of seeds in the last column would detect.
+    difference: a true difference; the last column has the number of seeds that would detect it.
     phase: phase of the records with the metric; "train" needs the workdirs of the runs.
   Raises:
     ValueError: a run lacks the metric, or no run has the baseline's label.
@@ -305,7 +309,7 @@ def comparison_table(
 def _difference_cells(
   measured: Difference | None, adjusted: float | None, difference: float
 ) -> list[str]:
-  """Table cells on the measured difference to the baseline; dashes if it is equal for all seeds."""
+  """Table cells on the difference to the baseline; only its mean if it is equal for all seeds."""
   if measured is None:
     return ["–"] * 6
   if adjusted is None:
@@ -350,8 +354,8 @@ def plot_differences(
 ) -> None:
   """Plots differences to the baseline, paired by seed: a row per label, in the given order.
 
-  A row has a dot for each shared seed; with two seeds or more, their mean; with
-  `curves.SEEDS_FOR_BAND` seeds or more, its 95 % interval by Student's t.
+  A row has a dot for each shared seed. From two shared seeds on it also has their mean, and from
+  `curves.SEEDS_FOR_BAND` on also the mean's 95 % interval by Student's t.
 
   Args:
     axes: axes of matplotlib.

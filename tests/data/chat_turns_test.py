@@ -444,8 +444,8 @@ def test_plain_tokenizers(plain):
       r"role = 'system' .*choose one of \['user', 'tool'",
     ),
     (lambda t: t.check_turns(["assistant"]), "role = 'assistant' of a reply is unknown"),
-    (lambda t: t.check_turns([], ["a", ""]), "stop string '' is empty"),
-    (lambda t: t.check_turns([], ["\ufffd"]), "stands for broken"),
+    (lambda t: t.check_turns([], ["a", ""]), "stop string '' must be a text that is not empty"),
+    (lambda t: t.check_turns([], ["\ufffd"]), "has no U.FFFD, the character for invalid bytes"),
     (lambda t: t.check_turns([], "</a>"), r"give a sequence: \('</a>',\)"),
   ],
 )

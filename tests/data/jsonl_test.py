@@ -135,15 +135,18 @@ def test_files_of_verl_and_trl_are_read_unchanged(write, tmp_path):
     (dict(prompt=[{"role": "user", "content": None}]), r"a prompt's message is"),
     (dict(prompt=[{"role": "usr", "content": "2?"}]), r"role\": one of \['system'"),
     (dict(prompt=[{"role": "user", "content": "2?", "name": "I"}]), r"a prompt's message is"),
-    (dict(prompt=[{"role": "assistant", "content": "2"}]), "line 1 .* whose turn is the policy's"),
+    (
+      dict(prompt=[{"role": "assistant", "content": "2"}]),
+      "line 1 .* but the policy writes the assistant's next message",
+    ),
     (dict(prompt=[{"role": "user", "content": " "}]), r"line 1 has an empty prompt"),
     (dict(answer=None), r"line 1 does not fit: answer is None, expected a text.*; set answer to"),
     (dict(answer=["4", "5"]), r"line 1 does not fit: answer is \['4', '5'\], expected a text"),
     (dict(answer={"ground_truth": "4"}), r"answer is \{'ground_truth': '4'\}, expected a text"),
     (dict(steps=[1, 2]), r"line 1 does not fit: solution is .*steps is \[1, 2\], expected a text"),
-    (dict(prompt="2\ud83d?"), r"line 1 has half of a surrogate pair, '\\ud83d', at character 2 of"),
+    (dict(prompt="2\ud83d?"), r"line 1 has a lone surrogate, '\\ud83d', at character 2 of the"),
     (dict(answer=float("nan")), r"line 1 does not fit: answer is nan, expected a text"),
-    (dict(answer="\ude00"), r"line 1 has half of a surrogate pair, .* of answer: it is no"),
+    (dict(answer="\ude00"), r"line 1 has a lone surrogate, .* of answer: UTF-8 cannot encode it"),
   ],
 )  # fmt: skip
 def test_what_is_no_text_is_named_with_its_line(write, line, message):
@@ -205,7 +208,7 @@ def test_json_lines_of_other_endings_are_read_or_named(write, tmp_path, caplog):
   for name in ("a.JSONL", "b.ndjson", "c.NDJSON", "d.jsonl.gz", "e.ndjson.gz"):
     task = tasks.jsonl(train=write(LINES, name), held_out_size=5, grader="gsm8k")
     assert questions(task.train) == expected, name
-  told = r"no file of problems \(\.jsonl, .*\): the ending is another one of mine\.txt; rename"
+  told = r"no file of problems \(\.jsonl, .*\): found mine\.txt; rename files of JSON lines"
   with pytest.raises(FileNotFoundError, match=told):
     tasks.jsonl(train=write(LINES, "mine.txt"), held_out_size=5, grader="gsm8k")
   (tmp_path / "folder").mkdir()
@@ -268,7 +271,7 @@ def test_no_answer_where_the_grader_needs_none(write):
     ),
     (
       dict(prompt="{prompt:d}"),
-      r"line 1 does not fit: .* a template whose fields may be \['Level'",
+      r"line 1 does not fit: .* a template that cannot be filled in .* fields may be \['Level'",
     ),
     (dict(prompt=" "), r"line 1 has an empty prompt"),
     (dict(held_out_size=20), r"held_out_size = 20, but there are only 19"),

@@ -194,7 +194,7 @@ def test_concatenated_with_empty_sources():
     ({"size": -1}, "size = -1"),
     (
       {"parts": {"a": {"name": "mixture", "kwargs": {}}}, "weights": {"a": 1}},
-      "part 'a' of the mixture is .*expected the name of a task, but not of a mixture",
+      "part 'a' of the mixture is .*the keys name and kwargs, and a name other than mixture and",
     ),
     (
       {"parts": {"a": {"name": "published", "kwargs": {"dataset": "x"}}}, "weights": {"a": 1}},
@@ -210,9 +210,9 @@ def test_concatenated_with_empty_sources():
     ),
     (
       {"parts": {"a": {"name": f"{__name__}:listed", "kwargs": {}}}, "weights": {"a": 1}},
-      "listed do not list their questions; make them Chosen or Generated",
+      "a source of .*listed is neither a Chosen nor a Generated; make it one of",
     ),
-    ({"parts": {"a": {"name": "published"}}, "weights": {"a": 1}}, "and its kwargs"),
+    ({"parts": {"a": {"name": "published"}}, "weights": {"a": 1}}, "the keys name and kwargs"),
   ],
 )
 def test_bad_arguments(folder, kwargs, message):

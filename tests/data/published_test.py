@@ -334,7 +334,7 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("gsm8k", {"question": "q", "answer": "no mark"}, "line 2 has an answer ending in 'no mark'"),
     ("math", {"problem": "p", "solution": "x"}, r"line 2 has neither an answer nor .*\\boxed"),
     ("gsm8k", {"question": "q", "answer": None}, "line 2 has answer = null, expected a value"),
-    ("gsm8k", {"question": "\ud83d", "answer": "#### 1"}, "line 2 has half of a surrogate pair"),
+    ("gsm8k", {"question": "\ud83d", "answer": "#### 1"}, "line 2 has a lone surrogate, .*UTF-8"),
     ("math", BOXED | {"level": "hard"}, "line 2 has level = 'hard', expected a number"),
     (
       "aime_2024",

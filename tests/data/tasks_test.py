@@ -111,7 +111,7 @@ def test_a_dataset_for_which_one_answer_is_right_is_warned_of(caplog):
       "unknown reasoning_gym dataset 'chainsum'; similar names: .'chain_sum'",
     ),
     ({"settings": {"max_term": 3}}, "no setting 'max_term'; similar names: .'max_terms'"),
-    ({"settings": {"seed": 3}}, "settings has 'seed': set train_seed"),
+    ({"settings": {"seed": 3}}, "settings has 'seed', but each phase has its own: set train_seed"),
     ({"settings": {"min_terms": 5, "max_terms": 2}}, "rejects settings .*max_terms must be >="),
     ({"held_out_seed": 1}, "held_out_seed is 1, train_seed 1 .*must differ"),
     ({"warm_start_size": -1}, "warm_start_size = -1"),

@@ -199,10 +199,10 @@ def test_a_run_with_a_served_environment_is_that_with_the_environment_itself(tmp
 @needs_server
 def test_wrong_fields_are_told_at_the_start(url):
   with pytest.raises(
-    EnvironmentStartError, match=r"misses \['message'\]; an action of this server"
+    EnvironmentStartError, match=r"lacks the fields \['message'\]; the fields of this server"
   ):
     EnvironmentPool(name(url, action={"mesage": "{text}"}), deadline_s=5.0)
-  with pytest.raises(EnvironmentStartError, match=r"has \['b'\]; an action of this server"):
+  with pytest.raises(EnvironmentStartError, match=r"has unknown fields \['b'\]; the fields of"):
     EnvironmentPool(name(url, action={"message": "{text}", "b": 1}), deadline_s=5.0)
   with EnvironmentPool(name(url, reply="{sad}"), deadline_s=5.0) as pool:
     failure = ask(pool, start(pool).dialogue, "a")
@@ -407,13 +407,16 @@ def test_templates():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    (dict(url="localhost:8000"), "url = 'localhost:8000' is no address such as http://127.0"),
-    (dict(action={"message": "text"}), "has no place for the policy's text"),
-    (dict(action="{text}"), "has no place for the policy's text"),
-    (dict(action={"message": "{text}", "x": {1, 2}}), "action is no JSON"),
-    (dict(reply="said"), "reply = 'said' names no field of the observation"),
-    (dict(prompt="said"), "prompt = 'said' names no field"),
-    (dict(reset="word"), "reset = 'word' are no names"),
+    (
+      dict(url="localhost:8000"),
+      "url = 'localhost:8000' is no http or https address; give one such as http://127.0",
+    ),
+    (dict(action={"message": "text"}), "must be a dict with '{text}' where the policy's text"),
+    (dict(action="{text}"), "must be a dict with '{text}' where the policy's text"),
+    (dict(action={"message": "{text}", "x": {1, 2}}), "action cannot be written as JSON"),
+    (dict(reply="said"), "reply = 'said' has no field of the observation in braces"),
+    (dict(prompt="said"), "prompt = 'said' has no field of the observation"),
+    (dict(reset="word"), "reset = 'word' must be a sequence of names"),
     (dict(pattern="("), "pattern = '(' is no regular expression"),
     (dict(score="mean"), "score = 'mean' is unknown; choose one of ['last', 'sum']"),
     (dict(role="system"), "role = 'system' is unknown"),

@@ -50,7 +50,7 @@ class Published(tfds.core.GeneratorBasedBuilder):
     data_dir: folder for the prepared records.
   """
 
-  VERSION = tfds.core.Version("1.1.0")  # increase when equal files give other records
+  VERSION = tfds.core.Version("1.1.0")  # raise it when the same files give different records
   BUILDER_CONFIGS: ClassVar = list(DATASETS.values())
 
   def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):
@@ -145,7 +145,7 @@ class Records:
       difficulty = float(fields.pop("difficulty"))
       texts = {name: text.decode() for name, text in fields.items()}
       if question_key(texts["question"]) != self.keys[index]:
-        raise ValueError(f"record {index} contains another question")
+        raise ValueError(f"the question of record {index} does not match the record's key")
       reference = json.loads(texts.pop("reference"))
       return Record(**texts, reference=reference, difficulty=difficulty)
 

@@ -29,12 +29,12 @@ class Dataset(tfds.core.BuilderConfig):
 
 
 def split_files(split: str, folder: str = "data") -> Layouts:
-  """Layouts of a file named after the split, or a hub's Parquet file, with or without `folder`."""
+  """Layouts of a split in one file: `split`, or the Parquet file of a hub, in `folder` or not."""
   return (split,), (hub_file(split, folder),), (hub_file(split),)
 
 
 def hub_file(split: str, folder: str = "") -> str:
-  """Name of a split's only Parquet file on a hub."""
+  """Name of a split's Parquet file on a hub, for a split in one file."""
   return f"{folder}/{split}-00000-of-00001".lstrip("/")
 
 

@@ -90,7 +90,7 @@ class PublishedFiles:
     return [self._paths[stem] for stem in self.names()]
 
   def layout_paths(self, layouts: Layouts) -> list[str]:
-    """Paths of the files of the first complete layout; [] if no layout is complete."""
+    """Paths of the first layout for which every name has a file; [] if there is none."""
     for layout in layouts:
       paths_by_name = [self._matching_paths(name) for name in layout]
       if all(paths_by_name):
@@ -119,8 +119,8 @@ class PublishedFiles:
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: a file is empty, truncated or in another form; the message names the file and the
-        line or record.
+      ValueError: a file is empty, truncated or not in its format; the message names the file and
+        the line or record.
     """
     for is_json, group in itertools.groupby(paths, lambda path: file_format(path) == ".json"):
       for path, stream in self._fetch_files(list(group)) if is_json else self._open_files(group):
@@ -167,9 +167,9 @@ class PublishedFiles:
 
 
 def _describe_endings(others: Iterable[str]) -> str:
-  """A phrase for messages: the endings that are read, and the files with other endings."""
+  """A phrase for messages: the file extensions that are read, and files with other extensions."""
   names = ", ".join(sorted(map(os.path.basename, others))[:_MAX_NAMED])
-  found = f": the ending is another one of {names}; rename files of JSON lines to .jsonl"
+  found = f": found {names}; rename files of JSON lines to .jsonl"
   return f"({', '.join(FORMATS)}){found if names else ''}"
 
 

@@ -52,8 +52,8 @@ def published(
     dataset: name of the data set, one of `rlvr_jax.data.published.builder.DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
     split: split of the data set to train on; "" for a task of held-out problems only.
-    held_out_dataset: name of the held-out data set; "" for `dataset`.
-    held_out_data_dir: folder or file of the held-out data set; "" for `data_dir`.
+    held_out_dataset: name of the held-out data set; "" if it is the same as `dataset`.
+    held_out_data_dir: folder or file of the held-out data set; "" if it is the same as `data_dir`.
     held_out_split: split of the held-out data set.
     warm_start_size: number of warm-start problems; may be 0.
     held_out_size: number of held-out problems; 0 for all.
@@ -153,7 +153,7 @@ def _choose_train_indices(
   if not len(indices):
     raise ValueError(
       f"none of the {len(records)} problems of {name} is left to train on ({reasons}): widen the "
-      "difficulty or the length"
+      "limits of difficulty or length"
     )
   return indices
 

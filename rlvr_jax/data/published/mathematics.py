@@ -31,8 +31,9 @@ _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 def last_boxed(text: str) -> str | None:
   r"""Content of the last \boxed{…}, with balanced braces; None if there is no box or it is cut off.
 
-  Like the grader, it counts boxes as one answer if only formatting, a comma, "and" or "or" is
-  between them: \boxed{3} \text{ or } \boxed{4} is "3, 4". Conditions keep their "and" or "or".
+  Like the grader, this function counts boxes as one answer if only formatting, a comma, "and" or
+  "or" is between them: \boxed{3} \text{ or } \boxed{4} is "3, 4". Before an inequality, the word
+  stays: \boxed{x < 1} \text{ or } \boxed{x > 3} is "x < 1 or x > 3".
   """
   answer: str | None = None
   end = 0
@@ -51,7 +52,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _read_box(text: str, start: int) -> tuple[str | None, int]:
-  """The content of a box, which is None if it is cut off, and the index after the box."""
+  """The content of a box, or None if the box is cut off, and the index after the box."""
   if text[start : start + 1] != "{":
     bare = _BARE_BOXED.match(text, start)
     return (bare.group(), bare.end()) if bare else (None, start)
@@ -104,7 +105,7 @@ def _read_aime(row: Row, year: int) -> Record:
   if not answer:
     raise row.error(f"has answer = {record.answer!r}, expected an integer from 0 to 999")
   if row.text("year", default=str(year)) != str(year):
-    raise row.error(f"is from {row.text('year')}, not {year}: keep only that year's rows")
+    raise row.error(f"is from {row.text('year')}, not {year}: keep only the rows of {year}")
   return Record(**{**vars(record), "answer": answer[1], "reference": {"answer": answer[1]}})
 
 

@@ -197,7 +197,7 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
-  """The reference for a function; a test has an argument per line, and an output, all in JSON."""
+  """The reference for a function; a test has JSON arguments, one per line, and a JSON output."""
   metadata = row.get("metadata", default={})
   try:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -225,7 +225,10 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
 
 
 def _read_cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
-  """Reads test cases: a list, its JSON text, or base64 of zlib of this text or of its pickle."""
+  """Reads test cases, given as a list, or as the list's JSON text, plain or encoded.
+
+  An encoded text is pickled or not, then compressed by zlib, then written in base64.
+  """
   value = row.get(*names, default=[])
   try:
     if isinstance(value, str) and value.strip():

@@ -57,7 +57,7 @@ class Row:
     return self._find(names, default)[1]
 
   def _find(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
-    """The name and the value that `get` finds; with the default, the name is the first name."""
+    """The name and the value of the field that `get` finds; a default has the first name."""
     for name in names:
       if self._fields.get(name) is not None:
         return name, self._fields[name]
@@ -71,7 +71,8 @@ class Row:
     """The text of the first of the named fields that is present; a number is converted to text.
 
     Raises:
-      ValueError: no such field is present, or it is not a text, or is blank without a default.
+      ValueError: the value is neither text nor a number; or, without a default, it is missing or
+        blank.
     """
     name, value = self._find(names, _MISSING if default is None else default)
     if isinstance(value, float) and value.is_integer():
@@ -83,11 +84,11 @@ class Row:
     raise self.error(f"has {name} = {str(value)[:80]!r}, expected a text")
 
   def check_text(self, what: str, text: str) -> str:
-    """The text; raises ValueError if UTF-8 cannot write it because of half a surrogate pair."""
+    """The text; raises ValueError if it has a lone surrogate, which UTF-8 cannot encode."""
     if half := re.search("[\ud800-\udfff]", text):
       raise self.error(
-        f"has half of a surrogate pair, {half.group()!r}, at character {half.start() + 1} of"
-        f" {what}: it is no character, so leave it out"
+        f"has a lone surrogate, {half.group()!r}, at character {half.start() + 1} of {what}: UTF-8"
+        " cannot encode it, so leave it out"
       )
     return text
 
