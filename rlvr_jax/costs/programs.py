@@ -59,7 +59,7 @@ def topology_devices(name: str) -> list[jax.Device]:
     raise ValueError(
       f"cannot compile for --topology={name}: {str(error)[:300]}. Examples of names: v5e:4x4,"
       ' v5p:2x2x4 (16 chips each); pip install "rlvr_jax[tpu]" installs the compiler. Without'
-      " --topology --mode=fits gives an estimate"
+      " --topology, --mode=fits gives an estimate"
     ) from error
 
 

@@ -81,7 +81,7 @@ def longest() -> Lengths:
 
 
 def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
-  """Responses have lognormal lengths, cut at the greatest length; batches differ.
+  """Responses have lognormal lengths, cut at the greatest length; each batch has its own draw.
 
   Args:
     mean: mean length before the cut, tokens.

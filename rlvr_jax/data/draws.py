@@ -12,7 +12,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """Batches of problems with a restorable state, as an interface; draws may adapt to solve rates."""
+  """The interface of draws of problems, with a restorable state; draws may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """Returns the problems of draw number `draw`, for a policy after `version` updates."""

@@ -89,13 +89,13 @@ def optimal_success(low: int, high: int, turns: int) -> float:
 def optimal_turns(low: int, high: int, turns: int) -> float:
   """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
 
-  It is Σ over t < turns of the probability that t guesses have not found the number. Halving the
-  range minimizes every term.
+  This number is Σ over t < turns of the probability that t guesses have not found the number.
+  Halving the range minimizes every term.
 
   Args:
     low: smallest number.
     high: largest number.
-    turns: guesses allowed, ≥ 0; a dialogue that does not find the number takes all of them.
+    turns: guesses allowed, ≥ 0; a dialogue that does not find the number uses all `turns`.
   Raises:
     ValueError: an argument is out of range.
   """

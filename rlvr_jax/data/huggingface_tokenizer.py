@@ -44,8 +44,8 @@ class HuggingFaceTokenizer:
 
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
-  token, such as "<|im_end|>", is encoded as letters, so that a problem cannot end its turn or begin
-  another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
+  token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
+  begin another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
   texts, even if the template writes them too.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
@@ -412,7 +412,7 @@ def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
   known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
   if eos is not None and eos not in {*declared, *known}:
     raise ValueError(
-      f"eos_token is {eos!r}, which tokenizer.json lacks: no policy samples it; correct"
+      f"eos_token is {eos!r}, which tokenizer.json lacks, so no policy samples it; correct"
       " tokenizer_config.json or special_tokens_map.json"
     )
 
