@@ -45,8 +45,8 @@ class HuggingFaceTokenizer:
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
   token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
-  begin another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
-  texts, even if the template writes them too.
+  begin another turn. Other added tokens, such as the "<think>" of many models, are recognized in
+  all texts, even if the template writes them too.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
   In the chat format the first of them is the template's end-of-turn token, since demonstrations end
