@@ -20,7 +20,7 @@ LOG_BOUND = 20.0
 
 
 class Mismatch(NamedTuple):
-  """The inputs of a correction: constant for differentiation, in at least float32."""
+  """The inputs of a correction, without gradients and in at least float32."""
 
   log_weights: Array  # f32[P, G, T], log κ, nats, within ±LOG_BOUND; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
@@ -56,14 +56,14 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """The loss whose tokens a correction weights and drops.
+  """The loss with a correction, which weights its tokens or drops them.
 
   With three policies, a loss with PPO's ratio gets the ratio π/π_prox, and κ = π_prox/β. With two
-  policies, it keeps its ratio, and κ = π/β. A loss without a ratio always gets κ = π/β. A dropped
-  token has the loss 0 and stays in the denominators.
+  policies, such a loss keeps its ratio, and κ = π/β. A loss without a ratio always gets κ = π/β.
+  A dropped token has the loss 0 and stays in the denominators.
 
   Raises:
-    ValueError: the loss already has weights for the sampler.
+    ValueError: the loss already corrects for the sampler.
   """
   apply = correction.apply
   if apply is None:
@@ -73,7 +73,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
       "the loss already accounts for the sampler, and a correction would do so twice; choose"
       " correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
       " clip_cov, kl_cov) or without a ratio (reinforce without truncation); if the loss is your"
-      " own, set its field ratio_to"
+      " own, set its field ratio_to to 'old' or 'none'"
     )
   three = loss.ratio_to == "old" and correction.policies == 3
   if loss.ratio_to == "old" and not three and correction.weighs:
@@ -84,7 +84,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     )
 
   def of_old_policy(batch: TrainBatch) -> TrainBatch:
-    """The batch with π_prox as the policy in the denominator of all ratios."""
+    """The batch; if κ = π_prox/β, the log-probabilities of π_prox replace those of β."""
     if not three:
       return batch
     return dataclasses.replace(batch, behavior_logprobs=proximal_logprobs("correction", batch))

@@ -67,7 +67,7 @@ def importance(
       ratio always uses two policies.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
     for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
-    `rollout_corr_helper.py`, for rules and presets; there, bounds of k1 are bounds of 1/κ.
+    `rollout_corr_helper.py`, for rules and presets; in verl, bounds of k1 are bounds of 1/κ.
   """
   check_choice("importance", "level", level, LEVELS)
   check_choice("importance", "bound", bound, BOUNDS)
@@ -156,10 +156,10 @@ def _passes(rule: Rule, seen: Mismatch) -> Array:
 
 
 def _refuse_unread(reason: str, fields: Mapping[str, object]) -> None:
-  """Raises ValueError if an option of `importance` is set that has no effect.
+  """Raises ValueError if an option of `importance` without effect is set.
 
   Args:
-    reason: the option because of which `fields` have no effect.
+    reason: the setting that leaves `fields` without effect, such as "level = 'none'".
     fields: name → value of the options that have no effect.
   """
   for name, value in fields.items():
@@ -181,7 +181,7 @@ def _check_rule(rule: Rule) -> None:
   of_kappa = name.endswith("k1")
   if len(rule) != (3 if of_kappa else 2):
     form = "(statistic, low, high), the bounds of κ" if of_kappa else "(statistic, high)"
-    raise ValueError(f"importance: reject has {rule!r}; write {form}")
+    raise ValueError(f"importance: reject has {rule!r}, which has the wrong length; write {form}")
   owner = f"importance: reject {name!r}"
   if of_kappa:
     check_between(owner, "low", rule[1], low=0.0)
@@ -271,12 +271,13 @@ def geometric_rejection(
   """Drops responses whose geometric mean of κ lies outside [low, high].
 
   Args:
-    low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl states bounds of 1/κ, 0.999 and
-      1.001.
+    low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl's bounds, 0.999 and 1.001,
+      apply to 1/κ.
     weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
-  Source: verl 0.9.1, `decoupled_geo_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_geo_rs`.
+  Source: presets of verl 0.9.1: `decoupled_geo_rs`, also with the endings `_token_tis` and
+    `_seq_tis`, and `bypass_ppo_clip_geo_rs`.
   """
   rule = ("mean_k1", low, high)
   return _rejection(
@@ -294,7 +295,8 @@ def k3_rejection(
     weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
-  Source: verl 0.9.1, `decoupled_k3_rs`, `…_token_tis`, `…_seq_tis`, `bypass_ppo_clip_k3_rs`.
+  Source: presets of verl 0.9.1: `decoupled_k3_rs`, also with the endings `_token_tis` and
+    `_seq_tis`, and `bypass_ppo_clip_k3_rs`.
   """
   rule = ("mean_k3", high)
   return _rejection("k3_rejection", rule, weight=weight, truncation=truncation, policies=policies)

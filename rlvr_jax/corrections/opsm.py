@@ -14,7 +14,7 @@ def opsm(*, delta: float = 0.5) -> Correction:
   """Keeps a response where A ≥ 0, or where mean_t(log β − log π) ≤ δ.
 
   Args:
-    delta: δ > 0, nats per token. **open**: not published; TRL suggests 0.5, slime has 1e−4.
+    delta: δ > 0, nats per token. **open**: no published value; TRL suggests 0.5, slime has 1e−4.
   Source: "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (arXiv:2512.02556).
   """
   check_between("opsm", "delta", delta, low=0.0, open_low=True)

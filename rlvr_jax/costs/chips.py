@@ -14,11 +14,11 @@ class Chip(NamedTuple):
   hbm_bytes_per_s: float  # bytes read and written
   interconnect_bytes_per_s: float  # bytes received from other chips, over all links together
   hbm_gib: float  # memory that XLA may use
-  flops_per_cycle: float | None  # in bfloat16 matrix products; None: no cycles are estimated
+  flops_per_cycle: float | None  # of bfloat16 matrix products; None: the compiler gives no cycles
 
   @property
   def cycles_per_s(self) -> float | None:
-    """Cycles per second, to convert the compiler's estimates; None if it makes no estimates."""
+    """Cycles per second, to convert the compiler's cycle counts; None if it estimates no cycles."""
     return None if self.flops_per_cycle is None else self.flops / self.flops_per_cycle
 
 

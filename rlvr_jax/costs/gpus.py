@@ -1,7 +1,7 @@
 """NVIDIA GPUs for which XLA compiles on a machine without a GPU.
 
-jax's CUDA plugin compiles for a GPU that is described to it. It needs no driver: only the wheels of
-the extra `cuda13`.
+jax's CUDA plugin compiles for a GPU from its description. The plugin needs no driver: only the
+wheels of the extra `cuda13`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Item(NamedTuple):
   """One instruction; bytes and operations are sums over all its runs."""
 
   part: str  # the part of the program, by the innermost of the given scopes, or `OTHER`
-  opcode: str  # XLA's opcode; or one of COLLECTIVES; or OPEN_LOOP for a loop of unknown length
+  opcode: str  # XLA's opcode, one of COLLECTIVES, or OPEN_LOOP: a loop of unknown length
   name: str
   times: int  # number of runs
   flops: float  # FLOPs of matrix products, 2·M·N·K each
@@ -71,13 +71,13 @@ class LoopLength(NamedTuple):
   """The largest number of iterations of a loop."""
 
   at_most: int | None  # None: the number depends on the data
-  is_fixed: bool  # whether the number is always the same, so that the host need not ask the device
+  is_fixed: bool  # whether the number is always the same: the host need not ask the device
 
 
 def walk(
   text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
 ) -> list[Item]:
-  """The instructions of a program that cost something, and its loops of unknown length.
+  """Items of the instructions that cost something, and of the loops of unknown length.
 
   Args:
     text: optimized HLO of one device.
@@ -105,7 +105,7 @@ def find_loops(text: str, lengths: Mapping[str, int] | None = None) -> list[Loop
 
 @contextlib.contextmanager
 def _of_known_form() -> Iterator[None]:
-  """Context in which a program that cannot be read raises CostsError."""
+  """Context manager that turns errors in reading a program's text into CostsError."""
   try:
     yield
   except CostsError:
@@ -198,7 +198,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _join_lines(text: str) -> list[str]:
-  """The program's lines, one per instruction, also if its attributes have line breaks."""
+  """The program's lines, one per instruction, even if attributes have line breaks."""
   lines: list[str] = []
   for line in text.splitlines():
     if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
@@ -297,7 +297,7 @@ class _Program:
     return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
 
   def _counted_length(self, computation: str, i: Instruction) -> int | None:
-    """Iterations of a loop whose counter rises by one from a constant to another; None for others.
+    """Iterations of a loop whose counter rises by one from one constant to another; else None.
 
     jax makes such loops, and the compiler for TPUs does not state their lengths.
     """
@@ -404,7 +404,7 @@ class _Program:
     yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
 
   def _continued_names(self, computation: str) -> set[str]:
-    """Names of the collectives that a fusion continues or ends, besides its own work.
+    """Names of the collectives that started before a fusion, which continues or ends them.
 
     Compilers for some TPUs run a collective piece by piece within the fusions between its start and
     its end. Each of these fusions contains the complete instruction, which counts only at the
@@ -453,8 +453,8 @@ class _Program:
     """Bytes that a fusion reads and writes.
 
     Returns:
-      Index → bytes read, for each parameter that is read in part; and upper bounds of the bytes
-      written for each result.
+      A mapping from the index of each parameter that is read only in part to the bytes read, and a
+      list of upper bounds of the bytes written, one for each result array.
     """
     instructions = self.computations[computation]
     continued = self._continued_names(computation)
@@ -505,7 +505,7 @@ class _Program:
 
 
 def _element_index(computation: Computation, name: str) -> int | None:
-  """The index of a value among the elements of a tuple argument; None for any other value."""
+  """The index of a value that is an element of a tuple parameter; None for any other value."""
   of, _, index = name.rpartition("#")
   if name in computation and computation[name].opcode == "get-tuple-element":
     of, index = computation[name].operands[0], computation[name].attribute(r"index=(\d+)")
@@ -532,8 +532,8 @@ def _convolution_flops(
   """FLOPs of a matrix product that a TPU's compiler writes as a convolution.
 
   Each spatial dimension of the convolution is a dimension of the product: it has the same size in
-  two or all three of the arrays, and size 1 in the others. Products with padding, or with the holes
-  of a dilation, do not count.
+  two or all three of the arrays, and size 1 in the others. Multiplications by the zeros
+  of padding, or by those between the elements of a dilated array, do not count.
   """
   lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
   pairs = math.prod(
@@ -544,7 +544,7 @@ def _convolution_flops(
 
 
 def _written_shape(i: Instruction) -> str:
-  """The shape of an instruction's result, without the workspace of cuBLAS and cuDNN."""
+  """The shape of an instruction's result, without the workspace buffer of cuBLAS or cuDNN."""
   return re.sub(r", [su]8\[\d+\][^,]*\)$", ")", i.shape) if i.target.startswith("__cu") else i.shape
 
 

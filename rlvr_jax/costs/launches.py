@@ -1,6 +1,6 @@
 """The launches of a program for a GPU, read from XLA's list of thunks.
 
-A thunk is a kernel, a copy, a library's product, a loop, or a command buffer: many kernels that the
+A thunk is a kernel, a copy, a call of a library, a loop, or a command buffer: many kernels that the
 host launches as one. If only the device knows the trip count of a loop, the host waits for it in
 every iteration.
 """
@@ -23,14 +23,14 @@ _TO_HOST = re.compile(r"DeviceToHost|Outfeed|HostSend|HostExecute")
 
 
 class Body(NamedTuple):
-  """The launches of one iteration of a loop, or of the program itself, without inner loops."""
+  """Counts of launches in one iteration of a loop, or in the program, without inner loops."""
 
-  depth: int  # 0: the program itself
-  kernels: int  # kernels, copies and products of libraries, in command buffers or not
-  launches: int  # kernels outside of command buffers, and all kernels of the loop's condition
+  depth: int  # number of enclosing loops; 0 for the program itself
+  kernels: int  # kernels, copies and calls of libraries, in command buffers or not
+  launches: int  # `kernels` outside of command buffers, plus all kernels of the loop's condition
   command_buffers: int
   copies_to_host: int
-  iterations: int | None  # upper bound; None: the number depends on the data
+  iterations: int | None  # largest number of iterations; None: it depends on the data
   waits: bool  # whether the host asks the device before each iteration whether the loop goes on
   runs: int  # times that the body runs; a loop of unknown length counts as one iteration
 
@@ -42,11 +42,11 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".
     loops: the result of `hlo.find_loops`, in the same order.
   Raises:
-    ValueError: the program has another number of loops.
+    ValueError: `loops` and the thunks have different numbers of loops.
   """
-  counts = [collections.Counter[str]()]  # of each body, in the order in which they begin
-  indents, outer = [-1], [-1]  # of its label, and its outer body
-  stack, pending = [0], list[int]()  # bodies that are being read; loops whose body is to come
+  counts = [collections.Counter[str]()]  # for the program, then for each loop's body, as they begin
+  indents, outer = [-1], [-1]  # per body: indentation of its label; index of its outer body
+  stack, pending = [0], list[int]()  # indices of open bodies; of loops whose body follows
   in_condition = False
   buffer_indent: int | None = None
   for line in text.splitlines():

@@ -65,7 +65,7 @@ def compiled_bytes(
 
 
 def _copied_caches(engine: Settings) -> Table:
-  """Bytes that a burst reading half of the caches takes beyond a burst that reads all blocks."""
+  """Extra bytes of a burst that reads half of the caches, compared to one that reads all blocks."""
   mesh = engine.model.mesh
   if engine.cache == "pages" or not engine.shape.copied_tokens:
     return {}
@@ -93,7 +93,8 @@ def estimated_bytes(
     fleet: `config.fleet`.
   """
   state, frozen, settings = placement.state, placement.frozen, engine.settings
-  layout, mesh = placement.row_layout, settings.model.mesh  # of config.generation_mesh, if set
+  # The mesh is that of config.generation_mesh, if set.
+  layout, mesh = placement.row_layout, settings.model.mesh
   assert mesh is not None  # the engine is of a run
   tensor = placement.mesh.shape["tensor"]
   places = layout.max_micro_batches * layout.device_places
@@ -188,7 +189,7 @@ def update_bytes(
     tensor: number of devices that share a layer.
     state, frozen: as for `trained_bytes`.
   """
-  num_gradients = 2 if layout.max_micro_batches > 1 else 1  # sum and newest micro-batch
+  num_gradients = 2 if layout.max_micro_batches > 1 else 1  # their sum, and the newest ones
   tokens = layout.device_places
   return trained_bytes(state, frozen) | {
     "gradients": num_gradients * memory.shard_bytes(state.params),
@@ -225,7 +226,7 @@ def generation_bytes(
 
 
 def _routes_bytes(settings: Settings, tokens: int) -> Table:
-  """Bytes of the routes of tokens on a device, if the run records a mixture's routes."""
+  """Bytes of the expert routes of `tokens` tokens on a device; {} if the run records no routes."""
   if settings.routes is None:
     return {}
   of_token = settings.routes.size * settings.routes.dtype.itemsize

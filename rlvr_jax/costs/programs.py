@@ -59,7 +59,7 @@ def topology_devices(name: str) -> list[jax.Device]:
     raise ValueError(
       f"cannot compile for --topology={name}: {str(error)[:300]}. Examples of names: v5e:4x4,"
       ' v5p:2x2x4 (16 chips each); pip install "rlvr_jax[tpu]" installs the compiler. Without'
-      " --topology --mode=fits gives an estimate"
+      " --topology, --mode=fits gives an estimate"
     ) from error
 
 
@@ -86,14 +86,14 @@ def make_topology_mesh(sizes: Mapping[str, int], topology: str | None) -> Any:
   mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
   if mesh.size != len(devices):
     raise ValueError(
-      f"config.mesh = {axes} is {mesh.size} devices, --topology={topology} has {len(devices)};"
+      f"config.mesh = {axes} is {mesh.size} devices, but --topology={topology} has {len(devices)};"
       f" choose sizes whose product is {len(devices)}, or -1 for one of them"
     )
   return mesh
 
 
 def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
-  """Builds a run without problems, on a mesh whose devices this machine may not have."""
+  """Builds a run with an empty task, on a mesh whose devices this machine may not have."""
   empty_task = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
@@ -101,7 +101,7 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 
 def build_for(config: ml_collections.ConfigDict, topology: str | None) -> Parts:
-  """Builds a run without problems, as `build_shapes_only`, on the mesh of `make_topology_mesh`."""
+  """Builds a run as `build_shapes_only` does, on the mesh of `make_topology_mesh`."""
   return build_shapes_only(config, make_topology_mesh(config.mesh, topology))
 
 
@@ -115,23 +115,23 @@ def program_lowerings(
   rebuilds: bool = False,
   teacher: tuple[Params, Params] | None = None,
 ) -> dict[str, Lower]:
-  """Name of a program → function that lowers it: the update, one burst of generation, and more.
+  """Name of a program → function that lowers it: "update", and "generation" of one burst.
 
-  With dialogues, or caches that are computed again under new weights, this includes a prefill of
-  the longest prompt with its response.
+  With dialogues or `rebuilds`, "prefill" is added: a prefill of the longest prompt with its
+  response.
 
   Args:
     programs, placement: programs and placement of the run.
     batch: shapes of an update's batch, from `abstract_update_batch`.
-    packed: a batch, whose numbers of micro-batches are used.
+    packed: a packed batch; only its numbers of micro-batches are used.
     options: the options of the compiler, for the update.
-    rebuilds: whether caches are computed again under new weights.
+    rebuilds: whether caches are recomputed under new weights.
     teacher: shapes of the teacher's parameters, from `abstract_teacher`.
   """
   state, frozen = placement.state, placement.frozen
   engine = programs.engine
   jitted: Any = programs.train_step
-  train_step = jitted.__wrapped__  # options belong to the outermost program
+  train_step = jitted.__wrapped__  # compiler options belong to the outermost jit
   shardings = jax.tree.map(lambda x: x.sharding, state)
   counts = {
     name: int(count)
@@ -209,8 +209,8 @@ class CompiledText(NamedTuple):
 def compile_with_text(name: str, lower: Lower) -> CompiledText:
   """Compiles for a TPU or a GPU, like `compile_program`, and returns the compiler's texts.
 
-  The texts are the compiler's dumps: `as_text()` parses a program again, and jaxlib cannot parse
-  everything that a newer compiler writes.
+  The texts are the compiler's dumps rather than the result of `as_text()`. That method parses a
+  program again, and jaxlib cannot parse everything that a newer compiler writes.
   """
   with tempfile.TemporaryDirectory() as folder:
     start = time.perf_counter()

@@ -92,7 +92,7 @@ not tuned, for which the device is needed: where a run tunes them, its kernels m
 
 
 class Counts(NamedTuple):
-  """Counts of a run's programs that are known before compilation."""
+  """FLOPs, kernel costs and loop iterations that are known before programs are compiled."""
 
   useful_flops: Mapping[str, float] = {}  # program → FLOPs per chip
   kernels: Mapping[str, KernelCost] = {}  # pattern of a kernel's name → its cost
@@ -109,7 +109,7 @@ def count(
   placement: Placement,
   engine: EnginePrograms,
 ) -> Counts:
-  """Counts that depend on the lengths of prompts and responses.
+  """The `Counts` of a run for given lengths of prompts and responses.
 
   Args:
     batch: lengths of an update's batch.
@@ -128,9 +128,10 @@ def useful_flops(
   placement: Placement,
   engine: EnginePrograms,
 ) -> dict[str, float]:
-  """Program → model FLOPs per chip: an update on a batch, and the longest rollouts' last burst.
+  """Program → model FLOPs per chip.
 
-  With dialogues, also the prefill of the longest dialogue after a reply.
+  "update" is an update on the batch. "generation" is the last burst of rollouts of the greatest
+  length. With dialogues, "prefill" is the prefill of the longest dialogue after a reply.
   """
   lengths = batch.prompts, batch.responses
   adapters = placement.state.params if placement.frozen else None
@@ -155,8 +156,8 @@ def loop_lengths(
 ) -> dict[str, int]:
   """Pattern of a loop's name → its mean iterations, for loops whose length depends on the data.
 
-  They are loops over rollouts and tiles for the Gram matrix, and, with dialogues, loops over the
-  policy's tokens for the head.
+  The Gram matrix has loops over rollouts and over tiles. With dialogues, the output head has loops
+  over the policy's tokens.
   """
   P, G, T = packed.places.shape
   micro_batches = int(packed.num_micro_batches)
@@ -182,8 +183,8 @@ def attention_kernel_costs(
 ) -> dict[str, KernelCost]:
   """Pattern of a name → analytic cost, for the attention kernels of update and generation.
 
-  Sliding windows are ignored. A call computes one row of the packed batch, counted as the mean over
-  rows and layers, or one token of every slot.
+  Sliding windows are ignored. In an update, a call computes one row of the packed batch; its cost
+  is the mean over rows and layers. In generation, a call computes one token of every slot.
 
   Args:
     network: the network of the policy.
@@ -224,8 +225,8 @@ def _paged_cost(item: Item) -> tuple[float, float]:
 def _grouped_cost(item: Item) -> tuple[float, float]:
   """FLOPs and HBM bytes of a grouped product, as if every row belonged to a group.
 
-  The last two operands are the rows [M, D] and the kernels [E, D, F]; for the kernels' gradient,
-  they are the rows [M, D] and [M, F].
+  The last two operands are the rows [M, D] and the weights [E, D, F]; for the gradient of the
+  weights, they are the rows [M, D] and [M, F].
   """
   (M, width), other = (dimensions(shape) for shape in item.shapes[-2:])
   matrix = other[1:] if len(other) == 3 else (width, other[1])
@@ -276,8 +277,8 @@ def program_cost(
   if found["executed_flops"] < (1 - _ELEMENTWISE) * useful_flops:
     raise CostsError(
       f"the costs of the {name} are not known: {found['executed_flops'] / 1e12:.4g} TFLOPs were"
-      f" counted, but {useful_flops / 1e12:.4g} are needed. The compiler writes this program in a"
-      " form that is not read correctly; versions 0.0.42.1 and 0.0.50.1 of libtpu are known to work"
+      f" counted, but the model needs {useful_flops / 1e12:.4g}. The compiler writes this program"
+      " in a form that is misread here; versions 0.0.42.1 and 0.0.50.1 of libtpu are known to work"
     )
   found["compile_seconds"] = compiled.seconds
   if compiled.thunks:

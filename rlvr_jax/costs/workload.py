@@ -1,4 +1,4 @@
-"""Distributions of prompt and response lengths for estimates of costs: components of --lengths."""
+"""Distributions of prompt and response lengths for estimates of costs, named by --lengths."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
     text: a distribution of this module, such as "lognormal(mean=600)".
     environment: `config.environment`.
   Raises:
-    ValueError: the distribution is unknown, or is of dialogues that this configuration does not
-      allow.
+    ValueError: the distribution is unknown, or has more turns than the configuration allows.
   """
   lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
   if lengths.max_turns > 1 and not environment.name:
@@ -82,12 +81,12 @@ def longest() -> Lengths:
 
 
 def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
-  """Responses have lognormal lengths, cut at the greatest length; batches differ.
+  """Responses have lognormal lengths, cut at the greatest length; each batch has its own draw.
 
   Args:
     mean: mean length before the cut, tokens.
     sigma: standard deviation of the logarithm.
-    prompt: tokens of every prompt; 0: the greatest length.
+    prompt: tokens of every prompt; 0 for the greatest length.
   """
   check_between("lognormal", "mean", mean, low=1.0)
   return _lognormal("lognormal", [mean], sigma, prompt)
@@ -98,15 +97,15 @@ def dialogue(
 ) -> Lengths:
   """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
 
-  A dialogue ends before its last turn if the greatest length cuts a turn of the policy or leaves no
-  room for a reply and another token, as in `rollouts.dialogues`.
+  As in `rollouts.dialogues`, a dialogue ends early if a turn of the policy is cut at the greatest
+  length, or if a reply and another token do not fit.
 
   Args:
     turns: the turns of the policy in every rollout, at least 1.
     policy: mean tokens of a turn of the policy, before the cut.
     reply: mean tokens of a reply, with the template's tokens around it.
     sigma: standard deviation of the logarithm.
-    prompt: tokens of every prompt; 0: the greatest length.
+    prompt: tokens of every prompt; 0 for the greatest length.
   """
   check_integer("dialogue", "turns", turns, low=1)
   for name, mean in (("policy", policy), ("reply", reply)):
@@ -115,7 +114,7 @@ def dialogue(
 
 
 def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> Lengths:
-  """Turns and replies with lognormal lengths of means [N], in tokens, cut at the maximum length."""
+  """Lognormal lengths of turns and replies, cut at the maximum; `means` [N] are in tokens."""
   check_between(owner, "sigma", sigma, low=0.0)
   check_integer(owner, "prompt", prompt, low=0)
   means = np.asarray(means, np.float64)
@@ -129,7 +128,7 @@ def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> L
       )
     if len(means) > 1 and sum(means[:2]) >= limit:
       raise ValueError(
-        f"{owner}: policy + reply = {sum(means[:2]):g} tokens leave no place for another turn in"
+        f"{owner}: policy + reply = {sum(means[:2]):g} tokens leave no room for another turn in"
         f" config.max_response_length = {limit}; lower them, or set turns=1"
       )
     random = np.random.default_rng(number)
@@ -147,7 +146,7 @@ def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> L
 def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> Packed:
   """Packs a batch of these lengths, as NumPy arrays; its tokens are zeros."""
   P, G, S, T = shape
-  ends = np.cumsum(workload.turns, axis=-1)[..., None]  # [P, G, N, 1]
+  ends = np.cumsum(workload.turns, axis=-1)[..., None]  # [P, G, N, 1], ends of turns
   # The number of turns that end before a token is the index of its turn.
   turn = np.sum(np.arange(T) >= ends, axis=-2)
   return pack(
@@ -169,7 +168,7 @@ class Packing(NamedTuple):
 
   @property
   def places_per_token(self) -> float:
-    """The number of computed positions per token, at best 1."""
+    """Computed row positions per token, empty ones included; at best 1."""
     return self.places / self.tokens
 
 

@@ -85,7 +85,7 @@ def encode_demonstrations(
       a turn.
     max_response_length: T, in tokens of all turns, stop tokens included.
   Returns:
-    tokens i32[P, T], and bool[P, T], whether a token is the policy's.
+    Token ids i32[P, T], and a mask bool[P, T] that is True at the policy's tokens.
   Raises:
     ValueError: a problem has no demonstration, or its demonstration has more than T tokens.
   """

@@ -25,7 +25,8 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
       if prompts.get(field, plain) != plain:
         raise ValueError(
           f"config.prompts.{field} = {prompts[field]!r} needs a chat template, but"
-          f" config.tokenizer = 'bytes' has none; set it to {plain!r}, or choose another tokenizer"
+          f" config.tokenizer = 'bytes' has none; set {field} to {plain!r}, or choose another"
+          " tokenizer"
         )
     return ByteTokenizer()
   if name == "checkpoint" and not checkpoint:
@@ -43,6 +44,6 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
-      f"config.tokenizer = {name!r} is not 'bytes', 'checkpoint' or the folder of a tokenizer that"
-      f" can be used with config.prompts = {dict(prompts)}: {error}"
+      f"config.tokenizer = {name!r} is not 'bytes', and as a folder (or 'checkpoint') it cannot be"
+      f" used with config.prompts = {dict(prompts)}: {error}"
     ) from error

@@ -4,7 +4,7 @@
     --vocab_size 1024 --output tokenizers/gsm8k
 
 The output folder has Hugging Face's layout, with a chat template: `HuggingFaceTokenizer` and
-`transformers` load it. Equal texts give byte-identical files.
+`transformers` load it. The same input gives byte-identical files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
   tokenizers = _import_tokenizers()
   if vocab_size % 8 or vocab_size < SMALLEST:
     raise ValueError(
-      f"vocab_size = {vocab_size} is not a multiple of 8 ≥ {SMALLEST} (256 bytes and"
+      f"vocab_size = {vocab_size} is not a multiple of 8 and at least {SMALLEST} (256 bytes and"
       f" {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
     )
   byte_level = tokenizers.pre_tokenizers.ByteLevel

@@ -44,7 +44,7 @@ class _Frame(NamedTuple):
   before: str  # from the policy's end of turn to the reply
   after: str  # from the reply to the start of the policy's next turn
   written: Callable[[str], str]  # reply → its text in the template, one of `_FORMS`
-  control: re.Pattern[str]  # control tokens, which a reply must not insert
+  control: re.Pattern[str]  # control tokens, which are encoded as text in a reply
 
 
 class ChatTurns:
@@ -58,13 +58,13 @@ class ChatTurns:
     end_of_turn_id: int | None,
     name: str,
   ):
-    """Begins without a role; `learn` adds one.
+    """Initializes without known roles; `learn` adds roles.
 
     Args:
       tokenizer: the tokenizer of transformers, with a chat template.
       apply_template: the tokenizer's `apply_chat_template`, with errors that name the folder.
-      control_tokens: text that the template writes → pattern of all control tokens, also of those
-        in the text.
+      control_tokens: a function of a text that the template writes; returns a pattern of all
+        control tokens, including those in the text.
       end_of_turn_id: the token that the template writes after an assistant's message; None if it
         writes no token there.
       name: the folder's name, for messages.
@@ -77,10 +77,10 @@ class ChatTurns:
     self._frames: dict[str, _Frame] = {}
 
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
-    """Learns the texts around replies of a role, unless it is known, and checks dialogues with it.
+    """Learns the template's texts around replies of a role, and checks dialogues with the role.
 
-    In these dialogues, a reply of the role comes before and after a reply of each known role, and
-    of the role itself.
+    The dialogues combine the role with itself and with every known role, in both orders. For a
+    known role nothing is done.
 
     Args:
       role: the role of the replies, such as "user" or "tool".
@@ -119,7 +119,8 @@ class ChatTurns:
   def _policy_message(self, prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """An example of the policy's message; it begins with a thought if the template knows thoughts.
 
-    It has no thought if the generation prompt already ends one, as Qwen's does without thinking.
+    The example has no thought if the generation prompt already closes one, as Qwen's does when
+    thinking is off.
 
     Raises:
       ValueError: the template drops the thought even from the last message.
@@ -157,9 +158,9 @@ class ChatTurns:
     if not (found and found_turn):
       missing = "assistant's message" if found else "reply"
       raise ValueError(
-        f"the chat template of {self._name} does not write the {missing} as it is, with replies of"
-        f" role {role!r}: {text[-160:]!r}; give replies another role, such as 'user', or set"
-        " config.prompts.template to a file with another template"
+        f"the chat template of {self._name} does not write the {missing} unchanged if replies have"
+        f" the role {role!r}: it writes {text[-160:]!r}; give replies another role, such as"
+        " 'user', or set config.prompts.template to a file with another template"
       )
     ids = self._tokenizer.encode(before, add_special_tokens=False)
     if self._end_id is None or ids[:1] != [self._end_id]:

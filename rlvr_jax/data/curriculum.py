@@ -35,14 +35,14 @@ def curriculum(
   """Makes a task that samples problems by their solve rate, by default most often near 1/2.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
-  estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
+  estimate p of its solve rate, initially `first`. A group of rollouts with the solve rate s
   updates it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
   max(w(p), floor). Problems do not repeat within a batch. A part's problems come in a random order,
   each once until all have been read.
 
   Estimates are updated when the next policy is synced, so that all batches for one policy are
   sampled from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous`, a resumed run repeats as far as any run does.
+  is bit-exact. Under `asynchronous`, it is as reproducible as any such run.
 
   Args:
     parts: one or more parts, as for `mixture`.
@@ -101,7 +101,7 @@ class Curriculum(Concatenated):
     return Curriculum(parts, self.settings)
 
   def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
-    """The problems that meet a condition, in the parts that have such problems."""
+    """The curriculum of the problems that meet a condition; parts without them are dropped."""
     parts = {label: Chosen.where(condition, source) for label, source in self.parts.items()}
     return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
 
@@ -134,8 +134,8 @@ class CurriculumDraws:
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples the problems of a draw, see `Draws`.
 
-    First, the solve rates observed for earlier policies update the estimates. Solve rates for the
-    same policy do not, so that a draw does not depend on the progress of grading.
+    First, the solve rates observed for earlier policies update the estimates. Solve rates of the
+    current policy do not update them, so a draw does not depend on the progress of grading.
     """
     for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):

@@ -1,7 +1,7 @@
 """Step-by-step solutions of reasoning-gym problems, whose data sets have only answers.
 
 Each function is named after its dataset and returns the solution of one entry, ending with
-"#### answer". The text is terse, because a policy has to generate its tokens.
+"#### answer". The text is terse, because a policy has to generate all of it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """The interface of batches of problems with a restorable state; may adapt to solve rates."""
+  """The interface of draws of problems, with a restorable state; draws may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """Returns the problems of draw number `draw`, for a policy after `version` updates."""
@@ -27,9 +27,9 @@ class Draws(Protocol):
       draw: number of the draw.
       solve_rates: f[P], in the order of the draw's problems; NaN for a group without a grade, which
         is ignored.
-      state: `get_state()` right after the draw.
+      state: what `get_state()` returned right after the draw.
     Returns:
-      The state in which a resumed run begins its next draw, and metrics of this draw.
+      The state from which a resumed run makes its next draw, and the metrics of draw `draw`.
     """
     ...
 

@@ -22,7 +22,7 @@ def guess(
 ) -> Task:
   """Makes a task of one question, whose number the environment `guess` draws.
 
-  The question is always the same, also for held-out problems, since a policy learns how to search.
+  All problems have the same question, also held-out ones: a policy learns how to search.
   A demonstration is a dialogue whose guesses are drawn at random. So it shows the form of a
   dialogue, but no strategy.
 
@@ -70,8 +70,8 @@ def guess(
 def optimal_success(low: int, high: int, turns: int) -> float:
   """The probability that the best strategy finds the number within `turns` guesses.
 
-  With t guesses a strategy can find min(n, 2^t − 1) of the n = high − low + 1 numbers, since each
-  wrong guess has one of two answers.
+  With t guesses a strategy can find min(n, 2^t − 1) of the n = high − low + 1 numbers. Each wrong
+  guess gets one of two replies, so at most twice as many numbers can be guessed next.
 
   Args:
     low: smallest number.
@@ -89,13 +89,13 @@ def optimal_success(low: int, high: int, turns: int) -> float:
 def optimal_turns(low: int, high: int, turns: int) -> float:
   """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
 
-  It is Σ over t < turns of the probability that t guesses have not found the number. Halving the
-  range minimizes every term.
+  This number is Σ over t < turns of the probability that t guesses have not found the number.
+  Halving the range minimizes every term.
 
   Args:
     low: smallest number.
     high: largest number.
-    turns: guesses allowed, ≥ 0; a dialogue that does not find the number takes all of them.
+    turns: guesses allowed, ≥ 0; a dialogue that does not find the number uses all `turns`.
   Raises:
     ValueError: an argument is out of range.
   """

@@ -44,16 +44,16 @@ class HuggingFaceTokenizer:
 
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
-  token, such as "<|im_end|>", is encoded as letters, so that a problem cannot end its turn or begin
-  another turn. Other added tokens, such as the "<think>" of many models, are recognized in all
-  texts, even if the template writes them too.
+  token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
+  begin another turn. Other added tokens, such as the "<think>" of many models, are recognized in
+  all texts, even if the template writes them too.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
-  In the chat format the template's end-of-turn token comes first, since demonstrations end with it;
-  in a base model it is often another token than the end of text.
+  In the chat format the first of them is the template's end-of-turn token, since demonstrations end
+  with the first. In base models the end-of-turn token is often not the end-of-text token.
 
   Dialogues need an append-only template: the tokens of a longer dialogue begin with the tokens of a
-  shorter dialogue. `check_turns` checks this, or else the first call of `encode_reply`. If the
+  shorter dialogue. `check_turns` checks this; without it, the first `encode_reply` does. If the
   template trims messages, replies are trimmed; the policy's tokens stay unchanged.
   """
 
@@ -75,15 +75,15 @@ class HuggingFaceTokenizer:
       prompt_format: "plain" or "chat".
       system_prompt: the system message in the chat format; "" for none.
       chat_template: file, local or a URL, with a Jinja template that replaces the folder's. It can
-        set variables, such as {% set enable_thinking = false %} in its first line. Or the name of
-        a template for dialogues: "qwen3_training" or "deepseek_r1_distill_training".
+        set variables, such as {% set enable_thinking = false %} in its first line. Also allowed is
+        the name of a template for dialogues: "qwen3_training" or "deepseek_r1_distill_training".
       tools: file, local or a URL, with a JSON list of the tools' schemas, as transformers'
-        `apply_chat_template(tools=…)` takes them: the template shows them in every prompt. Or the
-        name of an environment that has a tool, "python".
+        `apply_chat_template(tools=…)` takes them: the template shows them in every prompt. Also
+        allowed is the name of an environment that has a tool, "python".
     Raises:
       OSError: the folder does not exist, or cannot be reached.
       ValueError: tokenizer.json, a stop token or the chat template is missing, a file is invalid,
-        the template rejects the messages, or it shows no tools although there are some.
+        the template rejects the messages, or the template does not show the given tools.
       ImportError: transformers or jinja2 is not installed.
     """
     if prompt_format not in PROMPT_FORMATS:
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
       raise ValueError(
         f"config.prompts.system = {system_prompt!r}, template = {os.fspath(chat_template)!r} and"
         f" tools = {os.fspath(tools)!r} belong to the chat format, but config.prompts.format is"
-        f" {prompt_format!r}; leave them empty, or set it to 'chat'"
+        f" {prompt_format!r}; leave them empty, or set format to 'chat'"
       )
     self._directory = os.fspath(directory)
     self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -156,10 +156,10 @@ class HuggingFaceTokenizer:
   def encode_reply(self, reply: str, role: str, last_id: int) -> list[int]:
     """Encodes the text between a policy's turn and the start of its next turn.
 
-    In the chat format this text is the token that ends a turn, unless it is `last_id`, the
-    separator, the role's header, the reply, its end, and the next turn's start. A control token
-    that the reply spells stays text. In the plain format the text is the unchanged reply, without
-    special tokens.
+    In the chat format this text is the end-of-turn token, the separator, the role's header, the
+    reply, its end, and the next turn's start. The end-of-turn token is omitted if it is `last_id`.
+    A control token that the reply spells stays text. In the plain format the text is the unchanged
+    reply, without special tokens.
 
     Args:
       reply: the environment's text.
@@ -177,11 +177,12 @@ class HuggingFaceTokenizer:
     """Checks dialogues of three policy turns, token by token, against the chat template.
 
     Args:
-      roles: all roles that a run's replies have, "user" or "tool", since any may follow any other.
+      roles: all roles of a run's replies, "user" or "tool"; they may follow each other in any
+        order.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string spells a
-        special token. Decoded texts do not have special tokens.
+        special token. Decoded texts lack it, so the string never matches.
     """
     for role in roles:
       check_reply_role(role)
@@ -215,11 +216,11 @@ class HuggingFaceTokenizer:
     )
 
   def vocabulary(self) -> dict[str, int]:
-    """Returns the id of every token as tokenizer.json spells it."""
+    """Returns a mapping from each token, as tokenizer.json spells it, to its id."""
     return self._tokenizer.get_vocab()
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
-    """Decodes ids, for graders and readers; a space at the beginning stays.
+    """Decodes ids, for graders and readers; a leading space is kept.
 
     Ids without a token are dropped, and so are special tokens, except the tokens around a thought.
     """
@@ -232,7 +233,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
   def _leading_ids(self) -> list[int]:
-    """Tokens to decode before a completion's tokens, if the decoder drops a text's first space."""
+    """Ids that `decode` puts before the ids if the decoder drops a text's first space; else []."""
     ids = self.encode("x")
     return ids if self._decode(ids + ids) == f"{self._decode(ids)} {self._decode(ids)}" else []
 
@@ -249,7 +250,7 @@ class HuggingFaceTokenizer:
     return self._turns
 
   def _control_tokens(self, text: str) -> re.Pattern[str]:
-    """A pattern that matches all control tokens, and the added tokens in the template's text."""
+    """A pattern that matches any control token, and any added token in the template's text."""
     names = sorted({*self._added_in(text)} - {*_THOUGHTS}, key=len, reverse=True)
     return re.compile("|".join([*map(re.escape, names), self._control.pattern]))
 
@@ -402,7 +403,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
-  """Raises ValueError if tokenizer.json lacks the end of text, so that the library would add it."""
+  """Raises ValueError if the end-of-text token has no id; transformers would add one."""
   import tokenizers
 
   path = folder / "tokenizer_config.json"
@@ -411,7 +412,7 @@ def _check_eos_token(eos: str | None, folder: pathlib.Path) -> None:
   known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
   if eos is not None and eos not in {*declared, *known}:
     raise ValueError(
-      f"eos_token is {eos!r}, which tokenizer.json lacks: no policy samples it; correct"
+      f"eos_token is {eos!r}, which tokenizer.json lacks, so no policy samples it; correct"
       " tokenizer_config.json or special_tokens_map.json"
     )
 

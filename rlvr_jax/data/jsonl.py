@@ -44,17 +44,17 @@ def jsonl(
 
   Held-out problems come from a separate file, or are split off `train`: the problems whose
   questions have the smallest hashes, so that the order in the file does not matter. No line with a
-  held-out question is trained on, even if its white space differs.
+  held-out question is trained on; differences in white space are ignored.
 
   Args:
-    train: file or folder of .jsonl, .json or .parquet, .gz included; local, or a URL that fsspec
-      supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
+    train: file or folder of .jsonl, .json or .parquet, .gz included; a local path, or a URL that
+      fsspec supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
     grader: spec of the grader, such as "mathematics" or "my_module:function(keyword=1)".
     held_out: file or folder of the held-out problems; "" to split them off `train`.
     held_out_size: number of held-out problems; 0 for all in `held_out`.
     split_seed: seed of the choice of held-out problems.
-    warm_start_size: number of problems with demonstrations, the first of `train`; needs
-      `solution`. The rest is trained on.
+    warm_start_size: number of demonstrations, made of the first lines of `train` that are not held
+      out; needs `solution`. The other lines that are not held out are trained on.
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If it
       is one field with a list of messages, {"role": …, "content": …}, these are the prompt.
     answer: field that becomes the reference's "answer"; "" if the grader needs none.

@@ -56,7 +56,7 @@ def test_a_search_that_was_stopped_continues_and_repeats_no_compilation(
     (dict(topology=None), "--mode=tune needs --topology"),
     (dict(topology="v5e:1x1", lengths="logn(mean=3)"), "--lengths = 'logn.*did you mean"),
     (dict(topology="v5x:1x1"), "the peaks of chip 'v5x' are not known"),
-    (dict(topology="v5e:2x2"), "config.mesh = .* is 1 devices, --topology=v5e:2x2 has 4"),
+    (dict(topology="v5e:2x2"), "config.mesh = .* is 1 devices, but --topology=v5e:2x2 has 4"),
   ],
 )
 def test_what_is_refused_before_anything_is_compiled(flags, message, tmp_path):

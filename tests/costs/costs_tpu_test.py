@@ -119,7 +119,7 @@ def test_a_program_whose_layers_cannot_be_counted_has_no_costs():
 
   assert costs(7, fixed=7)["executed_flops"] == 7 * 2 * 256**3
   for useful, fixed in ((7.01, 7), (2, None)):
-    with pytest.raises(hlo.CostsError, match=r"of the update are not known: .* of which"):
+    with pytest.raises(hlo.CostsError, match=r"of the update are not known: .* is misread here"):
       costs(useful, fixed)
 
 

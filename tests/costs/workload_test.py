@@ -101,7 +101,7 @@ def test_dialogues_need_an_environment_and_places_for_another_turn():
   assert make("dialogue(turns=1, policy=5, reply=5)", name="").max_turns == 1
   text = "dialogue(turns=2, policy=1500, reply=500)"
   with pytest.raises(
-    ValueError, match=r"2000 tokens leave no place .*config\.max_response_length = 2000"
+    ValueError, match=r"2000 tokens leave no room .*config\.max_response_length = 2000"
   ):
     make(text).draw(SHAPE, 0)
 
