@@ -155,7 +155,7 @@ def salt(
     alpha_max: ≥ alpha_min. Since 1 − n_eff ≤ 1, a value above 1 has no effect of its own; it only
       permits an alpha_min above 1.
     positive_part: whether the residual is computed from A⁺; otherwise from A.
-    channels: "both": the sum above, as in the authors' code; "shared": P_k A only; "residual":
+    channels: "both": the sum above, the authors' released form; "shared": P_k A only; "residual":
       α (I − P_k) A⁺ only; "amplified": A + α (I − P_k) A⁺. **open**: the paper says that the
       residual is amplified, but the released form removes (I − P_k) A, and its α ≤ 1 attenuates the
       residual.
