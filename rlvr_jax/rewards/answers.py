@@ -127,7 +127,8 @@ class Answer(NamedTuple):
   r"""The parts of an answer; `str` gives the normal form.
 
   Attributes:
-    value: a formula, a condition or a ratio, without spaces, or words; "" for a number or a list.
+    value: a formula, a condition or a ratio, without needless spaces; or words. "" for a number or
+      a list.
     number: exact value of a plain number; None for anything else.
     words: whether `value` is text, to be compared as text.
     items: at least two elements of a list, set, tuple or interval, or entries of a matrix row by
@@ -356,8 +357,8 @@ def _split_brackets(text: str) -> tuple[str, str, str]:
 def _split_at_separators(text: str) -> tuple[list[str], set[str]]:
   """Splits a text at the commas, semicolons, "and" and "or" outside all brackets.
 
-  If a semicolon or an "or" separates lists of named values, as in "x=1, y=2 or x=3, y=4", the text
-  is split only there.
+  If semicolons or "or" separate lists of named values, as in "x=1, y=2 or x=3, y=4", the text is
+  split at the semicolons and "or" only.
 
   Returns:
     The elements, or [text] if one is empty; and the separators.

@@ -6,11 +6,12 @@ A grader is a plain function, run in worker processes:
 
 It is called with the completion's text and the problem's JSON-serializable reference, by position,
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
-some chat templates, the text begins with that tag. The grader may return a number (or bool)
-instead of a Grade: the score, which is correct at 1 or more. The score of a wrong answer counts
-only if `config.grading.outcomes.wrong` is "score". An exception, a number beyond ±1e30, or any
-other return value crashes that item. Coroutines, generators and functions that cannot take two
-arguments are refused at start-up.
+some chat templates, the text begins with that tag. Instead of a Grade, the grader may return the
+score as a number (or bool): the completion is correct at a score of 1 or more, else wrong. The
+score of a wrong completion counts only if `config.grading.outcomes.wrong` is "score". An exception,
+a number beyond ±1e30, or any other return value makes the outcome `crashed`; the outcome is `wrong`
+if the grader exceeds its memory or recursion limit. Coroutines, generators and functions that
+cannot take two arguments are refused at start-up.
 
 If the grader's module also has `<function>_self_test()`, each worker calls it once at start-up,
 with the hyper-parameters that its signature names. It should raise if the grader cannot work here.
@@ -83,8 +84,8 @@ def parse_grader(field: str, text: str) -> specs.Spec:
     field: start of the error messages, such as "config.grading.grader".
     text: the string.
   Raises:
-    ValueError: the text is not a component's string, or has an unknown name, or hyper-parameters
-      that the grader does not take.
+    ValueError: the text does not have the form "name(keyword=value)", see `specs.parse`; or it has
+      an unknown name, or hyper-parameters that the grader does not take.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
@@ -152,7 +153,7 @@ def _run_self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
 
 
 def convert_to_grade(value: Any) -> Grade:
-  """Converts a grader's return value; a number is the score: correct at 1 or more, else wrong.
+  """Converts a grader's return value; a number is the score, and 1 or more is correct.
 
   Raises:
     TypeError: the value is neither a Grade with an Outcome nor a number.
@@ -234,7 +235,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The outcome and answer of the first grader, with the sum as the score for any outcome, and the
+    The outcome and answer of the first grader; the sum as the score, whatever the outcome; the
     feedback and scores of all graders. The outcome is crashed if a grader crashed, since the sum
     would then lack a term.
   Raises:
@@ -260,7 +261,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
 def weighted_reference(
   grader: str, reference: Mapping[str, Any], extra: Sequence[tuple[str, float]] = ()
 ) -> dict[str, Any]:
-  """The reference for `weighted` of the main grader's score plus w·score of each extra grader.
+  """The reference with which `weighted` adds w·score of extra graders to the main grader's score.
 
   Args:
     grader: string of the main grader, with weight 1; it decides what is correct.

@@ -23,8 +23,9 @@ def extract_program(completion: str) -> str:
   Returns:
     The whole text, if it parses as Python. Else the last fenced block whose info string names
     Python. Else, of the blocks without an info string, the last one that parses as Python, or the
-    last one. Else the content of the last "<answer>" that begins a line, or the whole text. "" if a
-    "<think>" that begins the completion is never closed; programs may have these tags in strings.
+    last one. Else the content of the last "<answer>" that begins a line, or the whole text. "" if
+    the completion begins with a "<think>" that is never closed; a later "<think>" may be part of a
+    string in the program.
   """
   _, closing, answer = completion.rpartition(THINK_CLOSE)
   if not closing and answer.lstrip().startswith(THINK_OPEN):
@@ -53,9 +54,9 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
     reward: score of a program that does not pass all tests: 0 for "all", the fraction of tests that
       it passes for "fraction".
   Returns:
-    correct (score 1) if all tests pass; otherwise wrong, with the score that `reward` selects;
-    timeout; or unparseable if there is no program. The feedback of a wrong program is its first
-    failing test, with the expected output.
+    correct (score 1) if all tests pass; timeout if the program exceeds its time limit; unparseable
+    if there is no program; otherwise wrong, with the score that `reward` selects. The feedback of a
+    wrong program is its first failing test, with the expected output.
   Raises:
     SandboxError: the sandbox does not work, so the program was not judged.
     ValueError, KeyError: the reference or the reward is invalid.
@@ -95,7 +96,7 @@ _sandboxes = Sandboxes()
 
 
 def _judge_program(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
-  """The verdict of one of this process's sandboxes; the process grades other items meanwhile."""
+  """The verdict of a sandbox on a program; this process may grade other programs meanwhile."""
   with waiting(_MAX_WAIT_S), _sandboxes.take() as (sandbox, leave_core):
     return tasks.judge(sandbox, source, tests, on_asleep=leave_core)
 
@@ -107,4 +108,7 @@ def code_self_test(*, reward: str = "all") -> None:
   programs = ("def f(x):\n  return x + 1", "def f(x):\n  return x")
   outcomes = [code(program, reference, reward=reward).outcome for program in programs]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
-    raise RuntimeError(f"a right and a wrong program were graded {outcomes}")
+    raise RuntimeError(
+      f"the self-test of code failed: a right and a wrong program were graded {outcomes}, expected"
+      " correct and wrong"
+    )

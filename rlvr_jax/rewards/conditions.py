@@ -130,7 +130,7 @@ def _region_of_items(answer: Answer) -> Region | None:
   regions = [_find_region(item) for item in answer.items]
   if answer.joint or answer.brackets == SET:
     return _combine(regions, all if answer.joint == "and" else any)
-  both = _combine(regions, all)  # "x > 1, x < 3" means both, "x < 1, x > 3" one of them
+  both = _combine(regions, all)  # "x > 1, x < 3" means "and"; "x < 1, x > 3" means "or"
   return both if both is None or any(_members(both, both.ends)) else _combine(regions, any)
 
 
@@ -152,7 +152,7 @@ def regions_match(gold: Answer, answer: Answer) -> bool | None:
 
 
 def _members(region: Region, ends: tuple[Fraction, ...]) -> list[bool]:
-  """Whether a region contains the numbers at, between and beyond the given ends, in order."""
+  """For a number below, at, between and above the ends, in order: whether it is in the region."""
   probes: list[Fraction] = []
   for end in sorted(ends):
     if not probes:
@@ -163,7 +163,7 @@ def _members(region: Region, ends: tuple[Fraction, ...]) -> list[bool]:
 
 
 def _interval(low: Fraction | None, high: Fraction | None, brackets: str) -> Region:
-  """The interval from `low` to `high`, of which None means infinity."""
+  """The interval from `low` to `high`; an end that is None is infinite."""
 
   def contains(x: Fraction) -> bool:
     for end, is_inside in ((low, low is None or x > low), (high, high is None or x < high)):

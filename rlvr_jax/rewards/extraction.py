@@ -83,7 +83,8 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
     The boxes in order, and the positions where unclosed boxes begin.
   """
   closed: list[tuple[int, int, int, int]] = []  # start and end of each box, then of its content
-  stack: list[tuple[int, int | None]] = []  # per open brace: start; start of a box's content
+  # Open braces: start of the brace or of its box; start of the box's content, None without a box.
+  stack: list[tuple[int, int | None]] = []
   for token in _BOX_TOKEN.finditer(text):
     if token["bare"]:
       closed.append((*token.span(), *token.span("bare")))
@@ -104,8 +105,9 @@ def find_boxes(text: str) -> tuple[list[Box], list[int]]:
 def find_stated_answer(text: str) -> str | None:
   r"""Finds the last \boxed{…}, or else the line after the last "####"; None if there is neither.
 
-  Boxes are one answer, a list, if only formatting, a comma, "and" or "or" is between them. If the
-  last box is never closed, the answer is empty, since this box may have revoked earlier boxes.
+  Several boxes form one answer, a list, if only formatting, a comma, "and" or "or" separates them.
+  If the last box is never closed, the answer is empty, since this box may have revoked earlier
+  boxes.
   """
   boxes, unclosed = find_boxes(text)
   last_end = boxes[-1].end if boxes else 0

@@ -15,7 +15,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 
 
 def _grade_format(violation: str) -> Grade:
-  """The grade for a violation of the format; "" is no violation."""
+  """The grade: correct if `violation` is "", else wrong, with the violation as `detail`."""
   if violation:
     return Grade(Outcome.WRONG, detail=violation)
   return Grade(Outcome.CORRECT, 1.0)

@@ -1,9 +1,9 @@
 r"""Formulas as trees: LaTeX or plain text → tree → value; equality by values.
 
-Two formulas are equal if their values agree to some 30 digits, plus the digits of their largest and
-smallest numbers. Formulas of constants are compared once, formulas with variables at several
-points. Nothing is simplified or multiplied out, so that a comparison costs no more than the length
-of the text.
+Two formulas are equal if their values agree to some 30 digits. Very large or very small numbers in
+the formulas raise this precision by their own number of digits. Formulas of constants are compared
+once, formulas with variables at several points. Nothing is simplified or multiplied out, so that
+the cost of a comparison does not grow faster than the length of the text.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _apply_sign(node: Node, sign: str) -> Node:
 
 
 def _power(base: Node, exponent: Node) -> Node:
-  """The power; if the exponent is a fraction with odd denominator, the power of a real root."""
+  """base^exponent; for an exponent p/q with integers p and odd q, the p-th power of a real root."""
   if exponent.kind == "/" and all(map(_is_integer, exponent.args)):
     top, bottom = exponent.args
     if bottom.args[0] % 2:
@@ -388,7 +388,7 @@ def load_mpmath() -> Any:
 
 
 class _Evaluator:
-  """Evaluates formulas at one point; `magnitude` is that of their largest number, in bits."""
+  """Evaluates formulas at one point; `magnitude` is the size of their longest number, in bits."""
 
   def __init__(self, values: Mapping[str, Fraction], *, is_real: bool):
     self._mp = load_mpmath()
@@ -548,9 +548,9 @@ def _values_agree(gold: Node, answer: Node, agree: Callable[[Any, Any, int], boo
   """Whether `agree(gold value, answer value, bits of precision)` holds at all points.
 
   Points where the gold formula has no value do not count. Variables are real. R means r unless a
-  formula has both, and h(a) means h·a if h also occurs alone. Points of any sign are tried first.
-  If the gold formula has no value at some of these points, as roots and logarithms, positive points
-  are tried, and then positive integers, as for (-1)^n.
+  formula has both, and h(a) means h·a if h also occurs as a variable. Points of any sign are tried
+  first. If they do not decide because the gold formula has no value at some of them, as with roots
+  and logarithms, positive points are tried, and then positive integers, as needed for (-1)^n.
   """
   names = [names_in(node) for node in (gold, answer)]
   if names[0] != names[1] and all(len({n.lower() for n in each}) == len(each) for each in names):

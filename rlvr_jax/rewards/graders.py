@@ -52,7 +52,7 @@ def find_answer_part(completion: str) -> tuple[str | None, bool]:
   a tag, or with a box or "####" after the tag, the part is all text that `strip_thought` returns.
 
   Returns:
-    The part, which is None while a "<think>" is open; and whether it is the content of a tag.
+    (the part, or None while a "<think>" is open; whether the part is the content of a tag).
   """
   text = strip_thought(completion)
   _, tag, content = (text or "").rpartition("<answer>")
@@ -79,7 +79,7 @@ _TOLERANCE = 0.01  # relative; larger than the verifiers' tolerances, except in 
 
 
 def _is_finite(answer: str, gold: str) -> bool:
-  """Whether an answer has a finite number; True if the problem's own answer is not a number."""
+  """Whether an answer has a finite number; always True if the gold answer is not a number."""
   if not _NUMERIC.fullmatch(gold):
     return True
   return any(map(str.isdigit, answer)) and not _NOT_FINITE.search(answer)
@@ -161,7 +161,10 @@ def reasoning_gym_self_test() -> None:
   reference = {"dataset": "gcd", "answer": "6", "metadata": {}}
   outcomes = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
-    raise RuntimeError(f"reasoning_gym graded the answers '6' and '7' to gcd = 6 as {outcomes}")
+    raise RuntimeError(
+      "the self-test of reasoning_gym failed: the answers '6' and '7' to a gcd of 6 were graded"
+      f" {outcomes}, expected correct and wrong"
+    )
 
 
 def _unify_signs(text: str) -> str:
@@ -215,7 +218,7 @@ def format_decimal(value: decimal.Decimal) -> str:
 
 
 def _find_last_number(completion: str) -> tuple[decimal.Decimal | None, str]:
-  """The number that is a completion's answer, or None; and the text that has the number."""
+  """(a completion's final number, or None; the text that it was read from, "" if there is none)."""
   text = find_answer_part(completion)[0] or ""
   lines = [part.strip().partition("\n")[0] for part in text.split(ANSWER_MARK)[1:]]
   if marked := [line for line in lines if _MARKED_NUMBER.match(_unify_signs(line))]:
@@ -228,12 +231,12 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Compares the final number of a completion exactly with the published number.
 
   Args:
-    completion: a text whose number follows the last "####" with a number after it. It must be the
-      only number on its line; words such as a unit may follow. Without such a mark the answer is
-      the last number in the text. Only the text after any "</think>" counts, and nothing while a
-      "<think>" is open.
-    reference: "answer", a number in JSON, or a text that is read in the same way: the final
-      number as published (commas, sign and $ allowed), or a solution with that number after its
+    completion: a text. Its final number follows the last "####" that stands directly before a
+      number. This number must be the only number on its line; words such as a unit may follow.
+      Without such a mark the answer is the last number in the text. Only the text after any
+      "</think>" counts, and nothing while a "<think>" is open.
+    reference: "answer": a number in JSON; a text with the final number as published (commas, sign
+      and $ allowed; words such as a unit may follow); or a solution with such a number after its
       last "####".
   Returns:
     correct (score 1), wrong (0), or unparseable if the text has no number. `answer` is the number

@@ -33,7 +33,7 @@ class GraderStartError(StartError):
 
 
 class Graders:
-  """The program of a worker: the graders, loaded and tested. See `workers.worker.Program`."""
+  """The program that a worker runs: loads and tests graders, then grades. See `worker.Program`."""
 
   ready = True
 
@@ -44,7 +44,7 @@ class Graders:
       load_grader(text)
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Grades a completion; a session consists of one request."""
+    """Grades a completion; every request is a session of its own."""
     try:
       grade = self._grade(request["completion"], request["reference"])
     except RecursionError as error:  # which a completion can cause
@@ -116,9 +116,9 @@ class GraderPool(PoolOwner):
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: number of processes, ≥ 1.
-    timeout_s: wall-clock limit per item, seconds. While an item is in `workers.worker.waiting`,
-      such as one of `code` that waits for its program, it has its own limit instead, and the
-      process grades other items.
+    timeout_s: wall-clock limit per item, seconds. While an item waits in `workers.worker.waiting`,
+      as the grader `code` does for the program that it tests, the limit of `waiting` applies
+      instead, and the process grades other items.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.

@@ -6,15 +6,15 @@ conditions as sets of real numbers (`conditions`), formulas by their values (`fo
 compared by name if both answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
-`answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
-are part of the normal form only if the gold answer has some, or if the name begins a chain of
-equations ("x = 2+3 = 5"). Formulas that are equal but written differently ("x+1", "1+x") are two
-votes.
+`answers`), so samples that vote for the same answer get the same grade. The normal form has names
+("x = 5") and most units only if the gold answer has some. But a name that begins a chain of
+equations ("x = 2+3 = 5") always stays. Formulas that are equal but written differently ("x+1",
+"1+x") are two votes.
 
 If the gold answer is a plain number, a correct answer is a number, or a single power or root of a
-number. Other expressions are wrong, since a policy could put the question in a box. A sum, an
-integral, a limit or a derivative in an answer is never evaluated: it is correct only if the gold
-answer has the same text.
+number. Other expressions are wrong: otherwise a policy could box the expression of the question. A
+sum, an integral, a limit or a derivative in an answer is never evaluated: it is correct only if the
+gold answer has the same text.
 
 No completion can make this grader crash, which would mask the completion out of the loss. An answer
 that is too long or too deeply nested is unparseable. An answer that cannot be parsed is wrong,
@@ -85,9 +85,9 @@ def _parse_gold(text: str) -> Answer:
 def _mark_words(gold: Answer) -> Answer:
   """Marks adjacent letters of a gold answer as a word, unless they are a product.
 
-  Capitals are a word, such as a code ABC, an order or points. Two lower-case letters are a product.
-  Three or more are a product if they have no vowel (lwh) or are sorted (abc); otherwise they are a
-  word (cat).
+  Two or more capitals (ABC) are a word, since they may be a code, an ordering, or the points of a
+  figure. Two lower-case letters are a product. Three or more are a product if they have no vowel
+  (lwh) or are sorted (abc); otherwise they are a word (cat).
   """
   value = gold.value
   is_word = re.fullmatch("[A-Z]{2,}", value) or (
@@ -121,8 +121,9 @@ def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
     variables=bool(gold.value) and not (gold.words or gold.unit),
     units=frozenset(part.unit for part in gold_parts) - {""},
   )
+  # If the gold answer is a figure, such as an angle, its points alone (ABC) also name it.
   if (figure := FIGURE.match(gold.value)) and re.fullmatch("[A-Z]{2,4}", answer.value):
-    answer = Answer(value=normalize_figure(figure[1], answer.value))  # ABC is the angle ABC
+    answer = Answer(value=normalize_figure(figure[1], answer.value))
   brackets = _choose_brackets(gold, answer)
   answer = _reduce(_align_names(gold, answer, form), form)._replace(brackets=brackets)
   if (variable := _VARIABLE.match(gold.value)) and _BOUND.match(answer.value):
@@ -178,7 +179,7 @@ def _reduce(answer: Answer, form: _Form) -> Answer:
   if form.numbers and (match := _THOUSANDS.fullmatch(answer.value)):
     answer = Answer(number=plain_number(match[1]), unit="k", name=answer.name)
   if form.variables and answer.number is not None and re.fullmatch("[a-z]", answer.unit):
-    answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5m
+    answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5·m
   answer = answer._replace(items=tuple(_reduce(item, form) for item in answer.items))
   if not (form.names or _EQUALS.search(answer.value)):  # A=s^2=25 is solved, s^2=25 is not
     answer = answer._replace(name="")
@@ -189,7 +190,8 @@ def _convert_unit(answer: Answer, form: _Form) -> Answer:
   """Converts an answer to the gold answer's currency or scale, and removes an optional unit.
 
   Dollars and cents are converted. 5 K is 5000 unless the gold answer is in kelvin. Units that have
-  a sign ($, °) are optional, and so is the rest of such a unit, as in "$5 per hour" and "30 °C".
+  a sign ($, °) are optional, and so are words or letters after the sign's unit, such as "per hour"
+  in "$5 per hour" and "C" in "30 °C".
   """
   number, unit = answer.number, answer.unit
   units = form.units
@@ -342,9 +344,9 @@ def _is_rounded_value(exact: str, decimal: str) -> bool:
 def _ends_in(gold: Answer, answer: Answer) -> bool:
   r"""Whether an equation such as "2+3=5", "m+n=5" or "x \approx 5" ends in the gold answer.
 
-  No side may contradict the gold answer; a side with other variables, such as m+n, does not. In
-  r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the right side is the rounded
-  left side.
+  No side may contradict the gold answer. Sides with variables that the gold answer lacks, such as
+  m+n, are not compared. In r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the
+  right side is the rounded left side.
   """
   exact, *decimals = _APPROXIMATES.split(answer.value)
   if decimals and all(map(is_constant, _EQUALS.split(exact))):
@@ -375,10 +377,10 @@ def _names_in(formula: str) -> frozenset[str] | None:
 
 
 def _has_one_unknown(side: str) -> bool:
-  r"""Whether a side is a term in one variable, such as "2m", "x^2" or r"\log x", not m+n or f(2).
+  r"""Whether a side of an equation is an unsolved term in one variable, such as "2m" in "2m=5".
 
-  An equation with such a side, as 2m=5, is not solved. Capitals and Greek letters are no variables
-  but parts of a figure: \cos A=5 is an answer.
+  "x^2" and r"\log x" are such terms; m+n and f(2) are not. Capitals and Greek letters are no
+  variables but parts of a figure: \cos A=5 is an answer.
   """
   names = _names_in(re.sub(r"(?<!\\)log", r"\\log ", side)) or frozenset()
   names_value = re.search(r"(?<!log)_|['|]|[a-z](?:\^\{-1\})?\([^a-z]*\)", side)
@@ -488,4 +490,7 @@ def mathematics_self_test() -> None:
   texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
   outcomes = [mathematics(text, reference).outcome for text in texts]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
-    raise RuntimeError(f"mathematics graded a right and a wrong answer to √2/2 as {outcomes}")
+    raise RuntimeError(
+      "the self-test of mathematics failed: a right and a wrong answer were graded"
+      f" {outcomes} against √2/2, expected correct and wrong"
+    )

@@ -18,7 +18,7 @@ class Outcome(enum.StrEnum):
   """The result of grading a completion."""
 
   CORRECT = "correct"
-  WRONG = "wrong"  # also if the completion exhausts the grader's memory or recursion limit
+  WRONG = "wrong"  # or the completion exhausts the grader's memory or recursion limit
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
   CRASHED = "crashed"  # the grader or the host failed, which no completion can cause
@@ -46,8 +46,8 @@ class Grade:
     detail: human-readable, such as the extracted answer or the exception.
     answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
       the same reference, equal answers have equal outcomes.
-    feedback: a text that a policy that tries again may read, such as the first failing test. The
-      other texts may contain the reference's answer and are only for people.
+    feedback: a text that the policy may read before it tries again, such as the first failing test.
+      The policy must not read `detail` and `answer`, which may contain the reference's answer.
     parts: with `by_name.weighted`, the unweighted score of each grader; otherwise ().
   """
 

@@ -100,8 +100,8 @@ def split_unit(text: str) -> tuple[str, str]:
 
   Words after a plain number are dropped, as in "5 apples", unless they are a known unit or change
   the number's value, as in "5 squared". A single letter directly after a number is a variable
-  ("5m"); after a space or in \text{} it may be a unit. After a formula, a bare unit has at least
-  two letters.
+  ("5m"); after a space or in \text{} it may be a unit. After a formula, a unit outside of \text{}
+  must have at least two letters.
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"

@@ -20,8 +20,8 @@ class Reweighting(NamedTuple):
 
   Attributes:
     apply: (coefficients f32[n, b], gram f32[n, b, b] or None, valid bool[n, b], key) → (new
-      coefficients f32[n, b], metrics). Rollouts that are not valid have the coefficient 0 before
-      and after.
+      coefficients f32[n, b], metrics). Rollouts that are not valid have the coefficient 0 in the
+      input and in the result.
     needs_gram: whether `apply` reads the Gram matrix; otherwise None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """

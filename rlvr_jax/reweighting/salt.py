@@ -152,11 +152,13 @@ def salt(
     min_rank: ≥ 1.
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
-    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only allows an alpha_min above 1.
+    alpha_max: ≥ alpha_min. Since 1 − n_eff ≤ 1, a value above 1 has no effect of its own; it only
+      permits an alpha_min above 1.
     positive_part: whether the residual is computed from A⁺; otherwise from A.
-    channels: "both": the authors' released form; "shared": P_k A only; "residual": α (I − P_k) A⁺
-      only; "amplified": A + α (I − P_k) A⁺. **open**: the paper says that the residual is
-      amplified, but the released form removes (I − P_k) A, and its α ≤ 1 attenuates the residual.
+    channels: "both": the sum above, the authors' released form; "shared": P_k A only; "residual":
+      α (I − P_k) A⁺ only; "amplified": A + α (I − P_k) A⁺. **open**: the paper says that the
+      residual is amplified, but the released form removes (I − P_k) A, and its α ≤ 1 attenuates the
+      residual.
     random_subspace: whether P_k projects onto k random directions, sampled with the key for each
       call and block.
     scope: the block that has one Gram matrix: "batch", "group", or a number of consecutive rollouts
@@ -178,8 +180,8 @@ def salt(
   check_choice("salt", "random_subspace", random_subspace, (True, False))
   if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
     raise ValueError(
-      f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; choose one of"
-      " these, such as scope=8 (a micro-batch cannot be a scope: its number of rollouts varies)"
+      f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2, such as"
+      " scope=8 (a micro-batch cannot be a scope: its number of rollouts varies)"
     )
   block = functools.partial(
     salt_coefficients,

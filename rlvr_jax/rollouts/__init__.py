@@ -1,4 +1,4 @@
-"""From a draw of problems to a batch; `staleness` says which policy samples which batch."""
+"""Makes batches of rollouts from draws of problems; `staleness` says which policy samples them."""
 
 __all__ = [
   "answers",

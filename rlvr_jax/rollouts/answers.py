@@ -2,8 +2,8 @@
 
 A grader acts as an environment with one turn. Graders and environments work in other processes of
 this machine, so answers arrive late and in any order. If a run has several processes, all of them
-get the same answers after the same burst: the first process has the environments, and all processes
-share the grading.
+get the same answers after the same burst of decoding. The first process asks the environments; the
+processes share the requests to graders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _same(value: JSON) -> JSON:
 
 
 def in_this_process(action: Callable[[], JSON]) -> list[Any]:
-  """Runs an action and returns a list of its result: `Processes.gather` of a run of one process."""
+  """Runs an action and returns [its result]; `Processes.gather` for a run of one process."""
   return [action()]
 
 
@@ -70,7 +70,7 @@ ALONE = Processes()
 
 
 class Asked(NamedTuple):
-  """The facts about a turn's rollout that graders and environments need."""
+  """What graders and environments need to know about a rollout in order to answer its turns."""
 
   problem: Problem
   beginning: Beginning
@@ -119,7 +119,7 @@ class _Waiting(NamedTuple):
   rollout: Rollout
   asked: Asked
   since: float  # when the turn ended, seconds on the host's clock
-  future: Future[Any] | None  # None: this process does not ask for the answer
+  future: Future[Any] | None  # the answer to come; None if this process does not ask for it
   kind: str  # "grade" or "turn"
 
 
@@ -169,12 +169,12 @@ class Answers:
     return any(self._processes.gather(functools.partial(_same, flag)))
 
   def begin(self, problems: Sequence[Problem], seeds: Sequence[int], *, of: int) -> list[Beginning]:
-    """Resets the environments of problems and returns how their rollouts begin, by problem.
+    """Resets the environments of problems and returns the beginning of each problem's rollouts.
 
     Args:
       problems: the problems whose rollouts begin now.
       seeds: the seed of each problem's environment.
-      of: number of problems in the draw; other calls may begin some of these problems.
+      of: number of problems in the whole draw; `problems` may be a part of them.
     Raises:
       EnvironmentStoppedError: the environments of all problems of a draw failed at their reset.
     """
@@ -228,7 +228,7 @@ class Answers:
   ) -> list[tuple[Rollout, Asked, Reply | Grade]]:
     """The answers that have arrived, in the order in which they were requested.
 
-    Waits some seconds at most, so that signals are noticed.
+    Waits at most some seconds, so that the caller can react to signals.
 
     Args:
       patience_s: seconds to wait for the outstanding replies of environments.
@@ -252,7 +252,7 @@ class Answers:
     return answers
 
   def _ask_grader(self, number: int, text: str) -> None:
-    """Asks for a grade in one process, so that a timeout there counts in all processes."""
+    """Asks for a grade in one process, whose result, such as a timeout, all processes then use."""
     waiting = self._waiting[number]._replace(kind="grade", future=None)
     if number % self._processes.count == self._processes.index:
       waiting = waiting._replace(future=self._grade([text], [waiting.asked.problem.reference]))

@@ -100,10 +100,10 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 
 
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
-  """The groups, each with padding in place of an array that only other groups have.
+  """The groups with the same arrays: an array that a group lacks is added, filled with padding.
 
-  So groups of one turn can be joined with dialogues, and recorded groups can be joined with groups
-  that several versions have sampled.
+  So groups of one turn can be joined with dialogues, which have `turns`. Recorded groups can be
+  joined with groups that have `token_versions`.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [

@@ -40,7 +40,7 @@ class DynamicSamplingError(RuntimeError):
 
 
 class FingerprintError(RuntimeError):
-  """Rollouts were sampled with other parameters than this trainer has for their version."""
+  """The parameters that sampled rollouts differ from the trainer's parameters of that version."""
 
 
 class Position(NamedTuple):
@@ -129,7 +129,7 @@ def versions_of(groups: Sequence[Group]) -> np.ndarray:
 
 
 class Measured(NamedTuple):
-  """A complete draw after its comparison with the trainer."""
+  """A complete draw after its log-probabilities were compared with the trainer's."""
 
   groups: Sequence[Group]
   statistics: Mapping[str, float]
@@ -141,15 +141,16 @@ class BatchSettings:
   """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: numbers of groups in a batch, by source; recorded groups, if any, are the last source.
+    quotas: number of groups in a batch from each source; a source of recorded groups is the last.
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.
     waits_for_all: whether all batches that have begun are completed before the next update. Then no
       batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: the fields of `Drawn` except draw, problems and version. A later run needs these
-      fields to repeat draws that depend on the clock. {} if draws do not depend on the clock.
+    how_drawn: what is recorded of every draw, so that a later run can repeat draws that depend on
+      the clock: the fields of `Drawn` except draw, problems and version. {} if draws do not depend
+      on the clock.
     about: JSON values about the run, for other runs that read its store.
   """
 
@@ -167,9 +168,9 @@ class Hooks(NamedTuple):
 
   Attributes:
     fingerprint: version → fingerprint of the version's parameters in this trainer; None if unknown.
-    compare: compares a complete draw with the trainer: (the draw's groups in order, including
-      recorded groups; version of the policy with which the draw began; version that was compared
-      last).
+    compare: (groups of a complete draw in order, including recorded groups; version of the policy
+      with which the draw began; version that was compared last) → the draw, after a comparison of
+      its log-probabilities with the trainer's.
     flops: arrays of groups → model FLOPs of sampling them.
     on_first: runs an action on the first process and returns its result, JSON, on all processes.
     warn: prints a warning.
@@ -204,7 +205,7 @@ class _CompleteDraw(NamedTuple):
   position: Position  # the state of drawing after the draw
   prompts: int
   tokens: int
-  solve_rate: float  # NaN if no group has a solve rate
+  solve_rate: float  # mean over the groups; NaN if no group has a solve rate
   statistics: Mapping[str, float]
   timings: Mapping[str, float]
   flops: float
@@ -243,7 +244,7 @@ class _Progress(NamedTuple):
 
 
 class Batches:
-  """Draws problems, asks the sampler for their groups, and assembles batches."""
+  """Draws problems, asks the sampler for the groups of these problems, and assembles batches."""
 
   def __init__(self, inputs: Inputs, store: RolloutStore, settings: BatchSettings, run: Hooks):
     """Takes the objects of a run; draws nothing yet.
@@ -262,7 +263,7 @@ class Batches:
   # --- as the loop sees it ------------------------------------------------------------------------
 
   def sample_with(self, sampler: MeasuredSampler, *, are_kept: bool) -> None:
-    """Takes groups from another sampler from now on; no group may be outstanding.
+    """Takes groups from another sampler from now on; all requested groups must have arrived.
 
     Args:
       sampler: gives the groups from now on.
@@ -293,7 +294,9 @@ class Batches:
         self._begin()
         self._place = self._place._replace(begun=number + 1)
       elif max(stored.fingerprints, default=0) > version:
-        return  # sampled before a restart that lost updates: sampled again once they are repeated
+        # Policies of updates that a restart has lost sampled this batch. The batch is checked again
+        # once these updates have been repeated.
+        return
       elif why := self._difference(stored) or self._gap(stored):
         self._set_aside(number, why)
       else:
@@ -307,7 +310,7 @@ class Batches:
 
     Args:
       number: the number of the batch.
-      before_waiting: called once if the batch is not complete yet.
+      before_waiting: called once before the first wait for the sampler, if there is a wait.
     """
     until = self._place.begun if self._settings.waits_for_all else number + 1
     sampler, is_waiting = self._inputs.sampler, False
@@ -374,7 +377,7 @@ class Batches:
     return {group.index: group for group in groups}
 
   def _is_of(self, draw: Draw, group: Group) -> bool:
-    """Whether a stored group has this draw's problem and source, and this run's policies."""
+    """Whether a stored group is of this draw's problem and source, and of this run's policies."""
     if not group.index < len(draw.problems):
       return False
     is_same = group.samples[0].get("prompt") == draw.problems[group.index].question
@@ -475,14 +478,14 @@ class Batches:
       raise DynamicSamplingError(
         f"dynamic sampling: {settings.max_draws} batches of {sum(settings.quotas)} prompts at"
         f" update {self._place.version} have too few groups with both right and wrong rollouts"
-        f" (solve rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in"
-        " another --workdir, a larger config.batch.group_size or problems that suit the policy"
-        " better"
+        f" (solve rate {solved:.3f}). Raise config.dynamic_sampling.max_batches; or, in another"
+        " --workdir, start a run with a larger config.batch.group_size, or with problems that the"
+        " policy solves sometimes, not always or never"
       )
     return None
 
   def _batch(self, groups: Sequence[Group]) -> Batch:
-    """The next batch, with these groups of the spare draws."""
+    """The next batch: these groups, which were chosen from the complete draws in `_spare`."""
     draws, number = self._spare, self._place.position.number
     rates = [draw.solve_rate for draw in draws if draw.solve_rate == draw.solve_rate]
     rate = np.array(np.mean(rates) if rates else np.nan, np.float32)
@@ -504,7 +507,7 @@ class Batches:
     )
 
   def _add_batch(self, batch: Batch) -> None:
-    """Keeps a batch in memory if there is room: updates need the earliest batches first."""
+    """Adds a batch, and keeps it in memory unless earlier batches, needed first, fill the cache."""
     if len(self._cache) < _MAX_CACHED:
       self._cache[batch.number] = batch
     self._place = self._place._replace(added=(*self._place.added, batch))
@@ -538,7 +541,7 @@ class Batches:
     return found[0] if found else read_batch(self._store, number)  # in the other processes
 
   def _difference(self, batch: Batch) -> str:
-    """A message if other policies than this trainer's have sampled a batch; otherwise ""."""
+    """A message if the policies that sampled a batch are not this trainer's; otherwise ""."""
     for version, fingerprint in batch.fingerprints.items():
       known = self._run.fingerprint(version)
       if known != fingerprint:
@@ -549,7 +552,7 @@ class Batches:
     return ""
 
   def _gap(self, batch: Batch) -> str:
-    """A message if a batch begins with another draw than the next draw; otherwise ""."""
+    """A message if a batch does not begin with the next draw; otherwise ""."""
     first = batch.after.draws - batch.draws
     if first == self._place.draws:
       return ""
@@ -558,10 +561,10 @@ class Batches:
   def _set_aside(self, number: int, why: str) -> None:
     """Sets a batch and all later batches aside in the store, so that they can be made again.
 
-    Their groups stay in the store like groups of batches in progress: a group that a policy of this
-    run has sampled is not sampled again. With dynamic sampling in real time the groups do not stay,
-    since a batch that is sampled again may take other draws, and groups of later draws become too
-    old.
+    The groups of these batches stay in the store, like groups of batches in progress: a group that
+    a policy of this run has sampled is not sampled again. But the groups do not stay if dynamic
+    sampling is on and `waits_for_all` is False. Then a batch that is sampled again may take other
+    draws, and groups of later draws become too old.
     """
     self._run.warn(
       f"{why}; this batch and all later batches are set aside, and sampled again if needed"

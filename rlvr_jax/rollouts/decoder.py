@@ -12,10 +12,10 @@ neighbors or the order of requests. To ensure this, every matrix product has a f
 and more than one column, a burst always begins at a multiple of its length, and blocks of the cache
 are accumulated in order (`ops.decoding`).
 
-In a dialogue the environment's replies stand between the policy's turns. After each reply the
-response's cache is computed again, up to the last multiple of a burst's length. The next burst
-repeats the tokens after this multiple, and then samples. So the bits do not depend on the time at
-which a reply came.
+In a dialogue the environment's replies stand between the policy's turns. After each reply a prefill
+computes the response's cache again, up to the last multiple of a burst's length. The next burst
+first decodes the known tokens after this multiple again, and then samples. So the bits do not
+depend on the time at which a reply came.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class NetworkSizes(Protocol):
 
 
 class Tables(Protocol):
-  """Rotary tables, by step."""
+  """Rotary tables for the steps of a burst."""
 
   def at(self, index: Array) -> Tables:
     """The tables of one step, for `DecodedModel.decode`."""
@@ -147,7 +147,7 @@ class State(NamedTuple):
 
   prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer with attention
   responses: tuple[Part, ...]  # KV cache of the responses, one per layer with attention
-  states: tuple[DeltaState, ...]  # after the cached tokens, one state per gated DeltaNet
+  states: tuple[DeltaState, ...]  # one per gated DeltaNet, after the cached tokens
   token: Array  # i32[slots], the next token to decode: at first the prompt's last token
   prompt: Array  # i32[slots], number of cached tokens of the prompt: all but the last
   generated: Array  # i32[slots], number of tokens of the response
@@ -178,10 +178,10 @@ class Fresh(NamedTuple):
 
 
 class Emitted(NamedTuple):
-  """The results of a burst, copied to the host after it."""
+  """The results of a burst, copied to the host after the burst."""
 
   tokens: Array  # i32[slots, steps]
-  behavior_logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
+  behavior_logprobs: Array  # f32[slots, steps], exact, under the sampled distribution
   generated: Array  # i32[slots], number of tokens of the response so far
   running: Array  # bool[slots]; False after a stop token or T tokens
   stopped: Array  # bool[slots], whether the last token was a stop token
@@ -202,7 +202,8 @@ def take_layer(
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
   Layers are loaded one by one, since a program that resharded all layers would hold many layers
-  unsharded. `load_layer` does not select the layer, since XLA might then move the other layers too.
+  unsharded. This function and `load_layer` are separate programs: in one program, XLA might also
+  move the layers that are not selected.
 
   Args:
     trained, frozen: see `Model.combine`.
@@ -301,9 +302,9 @@ def prefill(
     params: the result of `Model.decoding_params`.
     tokens: i32[R, S], right-padded; S is a multiple of the block. If dialogues continue, each row
       has the prompt and the tokens of the response so far.
-    lengths: i32[R], the number of tokens in each row; None: S.
-    prompt: i32[R], for dialogues that continue: the number of tokens before the first token that
-      goes into the response's cache.
+    lengths: i32[R], the number of tokens in each row; None: S in every row.
+    prompt: i32[R], for dialogues that continue: the number of tokens in the prompt's cache, all but
+      the prompt's last token. That token is the first in the response's cache.
   """
   # Prompts attend to keys and values as their caches will hold them, like decoded tokens.
   attended = (read_back,) if settings.cache_format else ()
@@ -334,7 +335,7 @@ def prefill(
 def _to_caches(
   layers: Sequence[tuple[Array, Array]], part: Blocks, settings: Settings
 ) -> tuple[Part, ...]:
-  """The keys and values [R, S, K, H] of layers as parts of a cache with these blocks."""
+  """The keys and values [R, S, K, H] of layers, as parts of a cache with the blocks `part`."""
   c = settings.model.config
   kind, dtype = _CACHES[settings.cache], cache_dtype(c, settings.cache_format)
 
@@ -348,7 +349,7 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts and earlier turns of dialogues into slots, which then run; donate `state`."""
+  """Puts prompts and earlier turns of dialogues into slots and starts the slots; donate `state`."""
   new = jnp.asarray(fresh.row >= 0)
 
   def put(cached: Array, prompts: Array) -> Array:
@@ -378,7 +379,7 @@ def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settin
 
 
 def halt(state: State, ended: Array) -> State:
-  """Ends the responses of some slots, bool[slots], in which the host has found the end."""
+  """Stops the slots `ended`, bool[slots], until `insert` refills or `resume` restarts them."""
   return state._replace(running=state.running & ~ended)
 
 
@@ -404,8 +405,8 @@ def burst(
 ) -> tuple[State, Emitted]:
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
-  The caches do not change within a burst; new keys and values are staged. So the loop carries
-  little, and nothing is copied. The caller should donate `state`.
+  The caches do not change within a burst; new keys and values go into a small buffer, `staged`. So
+  the loop carries few arrays, and no step copies a cache. The caller should donate `state`.
 
   Args:
     params: the result of `Model.decoding_params`.
@@ -501,7 +502,7 @@ def decode(
       within a burst.
     staged: keys and values of the burst's earlier tokens in these layers.
     states: a state per gated DeltaNet, after these tokens.
-    reach: the numbers of cached tokens that attention reads.
+    reach: per slot, the numbers of cached tokens of prompt and response that attention reads.
     tables: the result of `rotary_tables`.
     token: i32[slots].
     step: i32[], index of the token in the burst.
@@ -568,7 +569,7 @@ def _record_token(
   sampled: Array,
   routes: Array | None,
 ) -> Emitted:
-  """Adds one token of every running slot to `emitted`; a known stop token ends no response."""
+  """Adds a token of every running slot to `emitted`; only a sampled stop token ends a response."""
   now, running, of = emitted.steps, emitted.running, emitted.routes
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
@@ -697,7 +698,10 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 
 
 def cached_heads(heads: Heads, tensor: int) -> int:
-  """Number of key/value heads in the cache; heads are copied if each device then has exactly one.
+  """Number of key/value heads in the cache, copies included.
+
+  Heads are copied so that each device has exactly one if `tensor` is a multiple of the number of
+  key/value heads and divides the number of query heads.
 
   Args:
     heads: the head counts of the layer.
@@ -721,7 +725,7 @@ def logprobs_dtype(settings: Settings) -> jnp.dtype:
 def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   """Shardings of the state and of the results that the host reads; None without a mesh.
 
-  Slots are split over (data, fsdp). Heads are split over `tensor` if their number allows it.
+  Slots are split over (data, fsdp). Heads are split over `tensor` if its size divides their number.
   """
   mesh = settings.model.mesh
   if mesh is None:
@@ -747,7 +751,7 @@ def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
 
 
 def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
-  """Cores of each device of the mesh: 2 on v5p, 1 on v5e; 1 if the device does not report it."""
+  """Cores per device of the mesh: 2 on a TPU v5p, 1 on a v5e; 1 if the device reports no number."""
   if isinstance(mesh, AbstractMesh):
     return 1  # an abstract mesh has no devices to ask
   device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
@@ -757,8 +761,8 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
 def loaded_shardings(model: DecodedModel) -> Params | None:
   """Shardings of the results of `load_layer` ("blocks") and `load_others`; None without a mesh.
 
-  Without these shardings XLA may leave complete parameters on every device if they come from
-  another layout.
+  Without these shardings XLA may put the complete parameters on every device if the parameters that
+  it gets are sharded in another way.
   """
   if model.mesh is None or model.decoding_shardings is None:
     return None
@@ -785,7 +789,7 @@ def _split_over_devices(
 
 
 def _state_specs(settings: Settings) -> DeltaState:
-  """The partition of a state: slots over (data, fsdp), heads over `tensor` if it divides them."""
+  """The partition of a state: slots over (data, fsdp), heads over `tensor` if divisible by it."""
   sizes, tensor = settings.model.config.delta, _tensor_size(settings)
   heads = "tensor" if sizes is not None and sizes.key_heads % tensor == 0 else None
   memory: Any = PartitionSpec(_SLOTS, heads)

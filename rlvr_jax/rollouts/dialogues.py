@@ -45,10 +45,10 @@ class DialogueSettings:
 
 
 class Beginning(NamedTuple):
-  """The beginning of all dialogues about a problem; JSON."""
+  """How every dialogue about a problem begins; JSON."""
 
   messages: Sequence[Message] | None = None  # first messages; None: the problem's own prompt
-  failure: str | None = None  # why the environment failed at its reset, which fails the dialogues
+  failure: str | None = None  # why the reset failed, which ends all these dialogues
 
 
 class Dialogues:
@@ -116,7 +116,7 @@ class Dialogues:
     if rollout.place in self._started:
       started = self._started[rollout.place].result()
       if isinstance(started, Failure):
-        raise RuntimeError(f"a dialogue goes on, but its environment has failed: {started.detail}")
+        raise RuntimeError(f"the dialogue cannot go on: its environment failed: {started.detail}")
       return pool.step(started.dialogue, text)
     reset = pool.reset(as_mapping(problem), seed, problem.reference)
     self._started[rollout.place] = reset
@@ -144,7 +144,7 @@ class Dialogues:
     return answer
 
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
-    """The answer to an environment's turn: i32[n] tokens of a reply, or the dialogue's grade.
+    """What an environment's turn means: a reply, i32[n] tokens, or the dialogue's grade.
 
     None if the dialogue has ended and a grader judges it.
     """
@@ -178,10 +178,10 @@ class Dialogues:
     return self._last_turn(rollout)
 
   def end(self, rollout: Rollout) -> None:
-    """Closes the dialogue of a rollout that has got its grade."""
+    """Closes the dialogue of a graded rollout."""
     started = self._started.pop(rollout.place, None)
     if started is not None:
-      began = started.result()  # does not wait: an answer has come
+      began = started.result()  # no wait: the reset ended before the first answer
       if isinstance(began, Started):
         self.pool.close_dialogue(began.dialogue)
 
@@ -214,7 +214,7 @@ def shorten(text: str, cut: str, fits: Callable[[str], bool]) -> str:
   Args:
     text: a text that is too long.
     cut: one of `CUTS`.
-    fits: text → whether it is short enough; bisection finds about the longest text that fits.
+    fits: text → whether it is short enough; bisection finds roughly the longest text that fits.
   """
   kept, too_many = 0, len(text)  # numbers of characters
   while too_many - kept > 1:

@@ -21,7 +21,7 @@ Place: TypeAlias = tuple[int, int, int]  # (draw, index of the group, number in 
 
 
 class MissingWeightsError(ValueError):
-  """The engine does not have the weights of a version that is to sample."""
+  """The engine does not have the weights of the version that a rollout needs next."""
 
 
 @dataclasses.dataclass
@@ -31,8 +31,8 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts after requests had run
-      out, with fewer unfinished responses than slots. A response that waits for a reply counts as
+    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts with fewer unfinished
+      responses than slots, since requests had run out. A response that waits for a reply counts as
       unfinished.
   """
 
@@ -77,12 +77,12 @@ class Rollout:
   """A response in progress; NumPy.
 
   Attributes:
-    place: identifies the rollout for the caller; the engine does not read it.
+    place: identifies the rollout for the caller, see `Place`; the engine only names it in errors.
     prompt: i32[n], n ≥ 1 tokens.
     key: u32[2], data of the rollout's PRNG key.
     arrays: arrays by name, from `Engine.rollout`, which the engine fills in place.
-    plan: i32[n], n ≥ 1, the version that samples each token of the response; the last version
-      samples all later tokens. None: the newest version samples.
+    plan: i32[n], n ≥ 1, the version that samples each token of the response; all tokens after the
+      first n are sampled by the last version. None: the newest version samples.
     length: number of tokens of the response so far.
     stopped: whether a stop token or a stop string has ended the turn.
   """
@@ -117,7 +117,7 @@ class Rollout:
     self.length = new.stop
 
   def end(self, *, is_cut_off: bool) -> None:
-    """Sets `stopped` for the dialogue: False if the length limit has cut the dialogue off."""
+    """Sets `stopped` as a dialogue ends: False if the length limit cut it off, else True."""
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
@@ -138,7 +138,7 @@ class _Run(NamedTuple):
   version: int = NOT_SAMPLED  # version of the weights that last computed its cache
 
   def next_token(self) -> int:
-    """The first token to decode."""
+    """The first token that the slot decodes for the rollout."""
     rollout = self.rollout
     return int(rollout.arrays["tokens"][self.cached - 1] if self.cached else rollout.prompt[-1])
 
@@ -169,7 +169,7 @@ class _Run(NamedTuple):
     return end - start
 
   def record_prefilled(self, routes: np.ndarray) -> None:
-    """Records routes [n, layers, k] of `cached_tokens`: of the prompt, or of the latest reply."""
+    """Records the new routes [n, layers, k] of `cached_tokens`: the prompt's or the reply's."""
     prompt, arrays = len(self.rollout.prompt) - 1, self.rollout.arrays
     if self.routed < self.cached:
       arrays["routes"][self.routed : self.cached] = routes[prompt + self.routed :]
@@ -179,7 +179,7 @@ class _Run(NamedTuple):
 
 
 class _Context(NamedTuple):
-  """Tokens to be prefilled, and the rollouts that begin with them."""
+  """Tokens to be prefilled, and the rollouts that begin with these tokens."""
 
   tokens: np.ndarray  # i32[n], all but the last token, which is decoded
   prompt: int  # number of these tokens that belong to the prompt
@@ -205,7 +205,7 @@ class _Weights:
 
   Attributes:
     loaded: weights by version, from `EnginePrograms.load`.
-    newest: the version that samples rollouts without a plan.
+    newest: the version that samples rollouts without a plan, see `Rollout.plan`.
     rebuilds: whether a running rollout's cache is computed again before another version samples the
       rollout; otherwise the rollout keeps the cache that earlier versions have computed.
   """
@@ -233,8 +233,9 @@ class _Weights:
     version = self.version(rollout)
     if version not in self.loaded:
       raise MissingWeightsError(
-        f"version {version} is to sample token {rollout.length} of rollout {rollout.place}, but the"
-        f" engine has versions {sorted(self.loaded)}: give the engine these weights by `swap` first"
+        f"version {version} is to sample token {rollout.length} of rollout {rollout.place} (draw,"
+        f" group, number in the group), but the engine has the versions {sorted(self.loaded)}: give"
+        " the engine these weights by `swap` first"
       )
     return self.loaded[version]
 
@@ -273,7 +274,7 @@ class _Queue:
     return len(self.prefilled) + sum(len(context.runs) for context in self.waiting)
 
   def lacks(self, free: int) -> bool:
-    """Whether full prefill batches for `free` slots need more contexts."""
+    """Whether more contexts are needed to fill `free` slots from full prefill batches."""
     if self.num_rollouts < free:
       return True
     rollouts, contexts = len(self.prefilled), self.waiting
@@ -314,7 +315,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Moves rollouts back to `waiting` if another version prefilled them than will sample them."""
+    """Moves rollouts back to `waiting` if not the version that prefilled them will sample them."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -329,7 +330,7 @@ class _Queue:
     return routes
 
   def _choose(self, contexts: list[_Context]) -> tuple[list[_Context], list[_Context]]:
-    """(a prefill batch: the first context and further contexts of its kind; the other contexts).
+    """(the first context and further contexts of its kind, as a prefill batch; the other contexts).
 
     A context's padded length, and the number of rows of its batch, depend only on its own length.
     """
@@ -354,9 +355,9 @@ class _Queue:
 class Engine:
   """Decodes rollouts in slots, which are refilled as turns end.
 
-  A driver gives weights by `swap`, begins rollouts while the engine is free, and calls `burst`,
-  again and again. If a rollout's turn has ended, the driver may resume the rollout with the
-  environment's reply.
+  In a loop, a driver gives weights by `swap`, begins rollouts while the engine is free, and calls
+  `burst`. If a rollout's turn has ended, the driver may resume the rollout with the environment's
+  reply.
 
   Attributes:
     settings: the settings of the programs.
@@ -386,7 +387,7 @@ class Engine:
 
   @property
   def free(self) -> bool:
-    """Whether the rollouts of one more prompt should begin, to fill slots or a prefill batch."""
+    """Whether to begin the rollouts of one more prompt, to fill slots or a prefill batch."""
     return self._queue.lacks(self.idle_slots)
 
   @property
@@ -456,14 +457,14 @@ class Engine:
     Args:
       version: the number of the version.
       params: the result of `EnginePrograms.load`.
-      rebuild: whether the cache of a running rollout is computed again whenever another version
-        continues the rollout; otherwise the rollout keeps the cache of the earlier versions.
+      rebuild: whether a running rollout's cache is computed again before another version samples
+        the rollout; otherwise the rollout keeps the cache that earlier versions have computed.
     """
     self._weights.swap(version, params, rebuild=rebuild)
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Releases the weights of versions below `before`, which no plan may name any more."""
+    """Releases the weights of versions below `before`; no rollout in progress may need them."""
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 
@@ -475,7 +476,8 @@ class Engine:
     Returns:
       The rollouts whose turn has ended, in the order of their slots.
     Raises:
-      ValueError: there is nothing to decode; or the engine lacks the version of a rollout.
+      ValueError: there is nothing to decode.
+      MissingWeightsError: the engine lacks the weights of the version that a rollout needs next.
     """
     programs = self._programs.programs
     if not self.busy:

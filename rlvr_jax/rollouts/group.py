@@ -1,12 +1,12 @@
 """Types for samplers, which take policies and draws and return graded groups; files of groups.
 
-`ARRAYS` lists every array that a group may have. Cutting and restoring padding, joining groups of
-different widths, and storing groups follow this list.
+`ARRAYS` lists every array that a group may have. The functions that cut and restore padding, join
+groups of different widths, and store groups read this list.
 
 A file of groups is a safetensors file. Its metadata is one text: a checksum of the whole file, a
 checksum of the JSON that follows, and the JSON. Padding is not stored: the rows of responses are
-cut to their lengths and lie one after another. The samples of a group are also JSON, but are stored
-among the arrays, so that `read_info` need not read them.
+cut to their lengths and lie one after another. The samples of a group are also JSON, but lie among
+the arrays, so that `read_info` need not read the samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PADDED = ("S", "T")  # the axes with padding
 class Policy(NamedTuple):
   """A policy with its weights, which samplers take."""
 
-  version: int  # number of updates before it
+  version: int  # number of updates that the policy has had
   params: Params
   fingerprint: Callable[[], str]  # fingerprint of the parameters; waits until these are computed
 
@@ -63,7 +63,7 @@ class Group(NamedTuple):
   """The graded rollouts of one prompt."""
 
   draw: int
-  index: int  # type: ignore[assignment]  # index of the problem in the draw; hides `tuple.index`
+  index: int  # type: ignore[assignment]  # index of the problem in the draw; shadows `tuple.index`
   source: int
   versions: dict[int, str]  # version → fingerprint, of the run's policies that sampled the group
   arrays: dict[str, np.ndarray]  # by name, as `ARRAYS` lists them; padding may have any value
@@ -79,7 +79,7 @@ class Sampler(Protocol):
     ...
 
   def want(self, draw: Draw, indices: Collection[int]) -> None:
-    """Requests the groups of a draw with these indices."""
+    """Requests the groups that have these indices in a draw."""
     ...
 
   def take(self) -> list[Group]:
@@ -248,7 +248,7 @@ class DamagedError(ValueError):
 
 
 class FormatError(ValueError):
-  """An undamaged file of groups has a format that this version does not read or allow."""
+  """An undamaged file of groups has a format or content that this version does not allow."""
 
 
 def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
@@ -258,7 +258,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
     groups: one group, or the groups of a batch.
     info: JSON values, finite.
   Raises:
-    ValueError, TypeError: something cannot be stored; the message names it.
+    ValueError, TypeError: a value cannot be stored; the message names the value.
   """
   arrays: dict[str, np.ndarray] = {}
   heads: list[dict[str, JSON]] = []
@@ -281,7 +281,7 @@ def encode(groups: Sequence[Group], info: Mapping[str, JSON]) -> bytes:
 def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], JsonObject]:
   """The groups and info that were given to `encode`, bit for bit.
 
-  Everything in the file is checked before it is used, so that the file may come from anyone.
+  Everything in the file is checked before it is used, so a file from an untrusted source is safe.
 
   Args:
     data: the bytes of the file.
@@ -299,7 +299,8 @@ def decode(data: bytes, *, max_bytes: int = MAX_BYTES) -> tuple[list[Group], Jso
   checksum = zlib.crc32(view[end:], zlib.crc32(b"00000000", zlib.crc32(view[:start])))
   if f"{checksum:08x}".encode() != found[1]:
     raise DamagedError(
-      f"the {len(data)} bytes have the checksum {checksum:08x}, not {found[1].decode()}"
+      f"the {len(data)} bytes have the checksum {checksum:08x}, but were written with"
+      f" {found[1].decode()}"
     )
   with _as_format_errors():
     content = _read_content(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -339,7 +340,7 @@ def _read_content(header: bytes) -> JsonObject:
 
 @contextlib.contextmanager
 def _as_format_errors() -> Iterator[None]:
-  """Raises FormatError for errors about undamaged content that this version does not write."""
+  """Turns the errors that unexpected content of an undamaged file causes into FormatError."""
   try:
     yield
   except FormatError:
@@ -388,7 +389,7 @@ def _find_lengths(
   # Token ids come last: the lengths of the other arrays show where the pad token is.
   for name in sorted(padded, key=lambda name: ARRAYS[name].padding is PAD_TOKEN):
     axis, padding = ARRAYS[name].padded_axis, ARRAYS[name].padding
-    rows = arrays[name][None, ::-1] if axis == "S" else arrays[name]  # padding is now at row ends
+    rows = arrays[name][None, ::-1] if axis == "S" else arrays[name]  # reversed: padding comes last
     known = lengths.get(str(axis), np.zeros(len(rows), np.int64))
     if padding is PAD_TOKEN:
       pad_tokens[name] = padding = int(rows[np.argmin(known), -1]) if rows.size else 0
@@ -419,13 +420,13 @@ def _read_groups(
   """The groups of a file from their JSON and its arrays.
 
   Raises:
-    Exception: `encode` does not write such content; the error is of a type that
-      `_as_format_errors` converts.
+    Exception: the content is not as `encode` writes it; `_as_format_errors` converts the error to
+      FormatError.
   """
   by_group: list[dict[str, np.ndarray]] = [{} for _ in heads]
   for full_name, array in stored.items():
     if not (match := _ARRAY_NAME.fullmatch(full_name)):
-      raise FormatError(f"an array has the name {full_name!r:.80}")
+      raise FormatError(f"an array has the name {full_name!r:.80}, expected one such as '0.tokens'")
     by_group[int(match[1])][match[2]] = array
   groups = []
   for head, arrays in zip(heads, by_group, strict=True):
@@ -460,7 +461,10 @@ def _restore(
     )
   for axis, found in lengths.items():
     if len(found) != (1 if axis == "S" else sizes["G"]) or max(found, default=0) > sizes[axis]:
-      raise FormatError(f"the lengths {found!s:.80} for an axis {axis} do not fit sizes {sizes}")
+      raise FormatError(
+        f"the lengths {found!s:.80} for an axis {axis} do not fit the sizes {sizes}: each row needs"
+        " one length, at most the size of its axis"
+      )
   restored = {}
   for name, array in arrays.items():
     kind, shape = ARRAYS[name], shapes[name]
@@ -473,10 +477,14 @@ def _restore(
     restored[name] = np.full(shape, padding, array.dtype)
     places = _places(kind.padded_axis, shape, lengths)
     if restored[name][places].shape != array.shape:
-      raise FormatError(f"{name!r} has the shape {array.shape}, its lengths are {lengths}")
+      raise FormatError(
+        f"{name!r} has the shape {array.shape}, which does not fit the lengths {lengths}"
+      )
     restored[name][places] = array
   if check_arrays(restored) != sizes:
-    raise FormatError(f"the file names axes of {sizes}, its arrays have {check_arrays(restored)}")
+    raise FormatError(
+      f"the file states axes of {sizes}, but its arrays have axes of {check_arrays(restored)}"
+    )
   return restored
 
 

@@ -8,8 +8,8 @@ such as an environment's tokens, also take positions, but no position predicts t
 after a rollout's last loss token take no positions.
 
 The number of rows in a micro-batch is a multiple of the number of devices. The last micro-batch may
-be nearly empty, so up to two micro-batches of short rows may replace it; an update computes only a
-third of a short row.
+be nearly empty, so up to two micro-batches of short rows may replace it. A short row has tokens
+only in about its first third, and an update computes only this part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowLayout(NamedTuple):
   """Sizes of rows and micro-batches; the same for every batch of a run."""
 
   length: int  # positions of a row
-  alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
+  alignment: int  # a prompt ends, and a rollout begins, at a multiple of `alignment`
   devices: int  # number of devices that the rows of a micro-batch are split over
   rows_per_device: int  # rows of a micro-batch on each device
   max_micro_batches: int  # micro-batches that arrays have room for
@@ -45,7 +45,7 @@ class RowLayout(NamedTuple):
 
   @property
   def device_places(self) -> int:
-    """Positions of a micro-batch on each device."""
+    """Number of positions of a micro-batch on each device."""
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
@@ -89,11 +89,11 @@ def row_layout(
     alignment: see `RowLayout`.
     devices: number of devices over which rows are split.
     tokens_per_micro_batch: positions on each device, rounded down to whole rows; at least one row.
-    has_short_rows: whether the last micro-batches may have short rows. They have none if every
-      batch is one micro-batch.
+    has_short_rows: whether the last micro-batches may have short rows; no effect if every batch is
+      one micro-batch.
   Raises:
-    ValueError: no batch of these sizes has a row for every device, or a batch may need too many
-      positions.
+    ValueError: batches of these sizes have fewer rows than there are devices, or a batch may need
+      too many positions.
   """
   prompt = _round_up(max_prompt_length - 1, alignment)
   rollout = _round_up(max_response_length, alignment)
@@ -150,7 +150,9 @@ def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayo
 
 
 def _rows_per_group(group_size: int, free: int, rollout: int) -> int:
-  """The most rows that a group fills: every row but the last holds all rollouts that fit.
+  """The most rows that a group fills.
+
+  Every row but the last has at least as many rollouts as rollouts of the longest length fit.
 
   Args:
     group_size: G.
@@ -178,7 +180,7 @@ def assign_rows(
     prompt_lengths: i[P], tokens, at least 1.
     response_lengths: i[P, G], tokens; an empty rollout takes no position.
     length: positions of a row.
-    alignment: a prompt ends, and a rollout begins, at a multiple of this.
+    alignment: a prompt ends, and a rollout begins, at a multiple of `alignment`.
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
   """
@@ -204,7 +206,10 @@ def _assign(
   prompt_places = _round_up(prompts - 1, alignment)
   rollout_places = _round_up(responses, alignment)
   if (most := int((prompt_places[:, None] + rollout_places).max())) > length:
-    raise ValueError(f"a rollout with its prompt takes {most} positions, but a row has {length}")
+    raise ValueError(
+      f"a rollout with its prompt takes {most} positions, but a row has {length}; make rows longer,"
+      " see `min_row_length`"
+    )
   groups = np.argsort(-(prompts + responses.sum(1)), kind="stable")
   of_group = np.argsort(-responses, axis=1, kind="stable")
   order = [(p, g) for p in groups.tolist() for g in of_group[p].tolist() if responses[p, g] > 0]
@@ -215,7 +220,7 @@ def _assign(
   rows: list[dict[int, list[int]]] = []
   sizes: list[int] = []
   free: list[int] = []
-  by_room: list[tuple[int, int]] = []  # (free positions, row), ascending
+  by_room: list[tuple[int, int]] = []  # (free positions, row) of all rows, ascending
   rows_of: dict[int, list[int]] = collections.defaultdict(list)  # by prompt
   for p, g in order:
     places, prompt = of_rollout[p][g], of_prompt[p]
@@ -401,7 +406,7 @@ def pack(
       s = int(prompt_lengths[p]) - 1
       end = at + int(_round_up(s, alignment))
       here = slice(end - s, end)
-      prompt = prompt_tokens[p, prompt_tokens.shape[1] - s - 1 :]  # with its last token
+      prompt = prompt_tokens[p, prompt_tokens.shape[1] - s - 1 :]  # the last token included
       inputs[number, here] = prompt[:-1]
       positions[number, here] = np.arange(s)
       prompts[number, here], starts[number, here], prompt_ends[number, here] = p, end, end

@@ -45,7 +45,7 @@ class Ahead(Generic[Result]):
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
 
   def begin(self, key: Hashable, *arguments: Any, **static: Hashable) -> None:
-    """Begins to compile for arguments or their shapes, unless this has been begun."""
+    """Begins to compile for arguments or their shapes, unless `key` has been compiled or begun."""
     if key in self._compiled:
       return
     shapes = jax.tree.map(_shape_on_devices, arguments)
@@ -132,7 +132,8 @@ class Prefills:
 
     Args:
       prefill: `decoder.prefill`, jitted.
-      expected: shapes that a thread compiles for, one at a time, once there are parameters.
+      expected: shapes of prompts for which a thread compiles the program, one after another, once
+        `find` has parameters.
     """
     self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead[Prefilled](prefill)
 
@@ -153,7 +154,7 @@ class Prefills:
 
 
 def _padded_lengths(block: int, longest: int) -> list[int]:
-  """Lengths to which prompts are padded: `block` tokens, doubled again and again, and `longest`."""
+  """Lengths to which prompts are padded: `block` times 1, 2, 4, …; the last is `longest`."""
   lengths = [min(block, longest)]
   while lengths[-1] < longest:
     lengths.append(min(2 * lengths[-1], longest))
@@ -207,8 +208,10 @@ class EnginePrograms:
       model: the model of the policy, on the mesh that generates.
       sampling: the distribution to sample from.
       slots: responses decoded at a time; rounded up to a multiple of the number of devices over
-        which the slots are split, or of these devices' cores if a kernel splits slots over cores.
-      prefill_rows: the most prompts that are prefilled at a time; rounded up in the same way.
+        which the slots are split. With cache = "pages", whose kernel splits slots over cores, the
+        number of these devices' cores counts instead.
+      prefill_rows: the most prompts that are prefilled at a time; rounded up to a multiple of the
+        number of these devices.
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: the tokens that end a response.
       pad_token: the token that fills responses after their end.
@@ -292,7 +295,7 @@ class EnginePrograms:
   def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers a burst that reads complete caches, for parameters or their shapes.
 
-    The trainer's parameters are also arguments of the program, since they stay in memory.
+    The trainer's parameters are also arguments of the program, so that its memory includes them.
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
@@ -313,8 +316,8 @@ class EnginePrograms:
   def lower_prefill(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers the prefill of the longest dialogues after a reply, for parameters or their shapes.
 
-    The trainer's parameters and the slots are also arguments of the program, since they stay in
-    memory.
+    The trainer's parameters and the slots are also arguments of the program, so that its memory
+    includes them.
     """
     settings, (rows, length) = self.settings, self.longest_prefill()
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)

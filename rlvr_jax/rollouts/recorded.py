@@ -15,11 +15,11 @@ _OF_ITS_RUN = ("sampled_logprobs", "token_versions", "solve_rate")
 
 
 class RecordedGroups:
-  """The groups of a store, in order, starting again from the first group after the last.
+  """The groups of a store, in order; the first group follows the last again.
 
   Attributes:
     numbers: the numbers of the batches.
-    truncated: whether top-k, top-p or min-p truncated the distribution that sampled a batch.
+    truncated: whether top-k, top-p or min-p truncated the distribution of any of the batches.
     shaped: whether rewards may differ from 0 and 1.
   """
 
@@ -57,7 +57,7 @@ class RecordedGroups:
       raise StoreError(f"the store {directory} is empty: wait until its run has sampled a batch")
     self.numbers = stored_numbers if numbers is None else list(numbers)
     if missing := sorted(set(self.numbers) - set(stored_numbers)):
-      raise StoreError(f"the store {directory} has lost the batches {missing}; put them back")
+      raise StoreError(f"the store {directory} has lost the batches {missing}; restore their files")
     infos = [self._store.info(number) for number in self.numbers]
     self.truncated = any(info["truncated"] for info in infos)
     self.shaped = any(info["shaped"] for info in infos)

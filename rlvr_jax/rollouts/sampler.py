@@ -95,7 +95,7 @@ class Progress(NamedTuple):
   """The progress of a sampler."""
 
   finished: int  # groups that the last burst has finished
-  left: int  # groups that are wanted and not finished
+  left: int  # groups that are requested and not finished
   usage: SlotUsage  # usage of all slots so far
   slots: int  # number of slots that decode at a time
 
@@ -125,7 +125,7 @@ class _Request:
 
   draw: Draw
   index: int
-  wanted: Sequence[int]  # indices of the same draw and source that were wanted with it
+  wanted: Sequence[int]  # indices of the groups of its draw and source that were requested together
 
 
 class _Lane:
@@ -135,7 +135,7 @@ class _Lane:
     source: the source.
     engine: the engine that decodes the source's rollouts.
     requests: groups that have not begun, in order.
-    prepared: the groups that were wanted together with the last group that has begun.
+    prepared: the groups that were requested together with the group that began last.
     resumed: rollouts that have got a reply, and the replies.
     loaded: versions whose weights the engine has.
   """
@@ -148,7 +148,7 @@ class _Lane:
     self.loaded: set[int] = set()
 
   def prepare(self, request: _Request, prepare: Callable[[_Request], _Prepared]) -> _Prepared:
-    """Prompts and keys of all groups that were wanted together with this one; made once."""
+    """Prompts and keys of all groups that were requested together with this one; made once."""
     if self.prepared is None or self.prepared.wanted is not request.wanted:
       self.prepared = prepare(request)
     return self.prepared
@@ -212,7 +212,11 @@ class LocalSampler:
   # --- as a `Sampler` -----------------------------------------------------------------------------
 
   def offer(self, policy: Policy) -> None:
-    """Lets a newer policy sample unbegun groups, or everything from the next burst on."""
+    """Gives the sampler a newer policy.
+
+    With FINISH, the policy samples the groups that have not begun. With SWITCH or RECOMPUTE, it
+    samples all tokens from the next burst on. If draws have plans, the plans decide.
+    """
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
     oldest = min([needed, *(begun.draw.version for begun in self._begun.values())])
@@ -265,9 +269,9 @@ class LocalSampler:
     return ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
 
   def examples(self) -> list[Group]:
-    """An empty group of each source, with the arrays that the source's groups have.
+    """A template group of each source, with the arrays that the source's groups have.
 
-    The group of a source with another run's policy has no version.
+    If a source has another run's policy, the `versions` of its group are empty.
     """
     G, found = self._settings.group_size, []
     for number, lane in enumerate(self._lanes):
@@ -380,7 +384,7 @@ class LocalSampler:
     return not lane.decodes and not self._answers.replies_to_come
 
   def _may_begin(self, lane: _Lane) -> bool:
-    """Whether a group may begin; with FINISH, only if the newest weights are loaded."""
+    """Whether a group may begin; unless weights may change, the newest must be loaded."""
     return self._settings.changes_weights or lane.has(self._newest())
 
   def _load_newest(self, lane: _Lane) -> None:
@@ -419,7 +423,7 @@ class LocalSampler:
     )
 
   def _prepare(self, request: _Request) -> _Prepared:
-    """Prompts and keys of the groups of a draw that were wanted together from one source."""
+    """Prompts and keys of the groups of a draw that were requested together from one source."""
     draw, wanted = request.draw, request.wanted
     purpose, grading = self._settings.purpose, self._grading
     all_seeds = seeds_for(draw.seed, purpose, draw.number, len(draw.problems))
@@ -515,14 +519,14 @@ class _Meter:
 
   @contextlib.contextmanager
   def step(self, counts: AnswerCounts) -> Iterator[None]:
-    """Context of a step; its time counts as sampling, except waits for grades."""
+    """Context manager for a step, whose time counts as sampling, except waits for grades."""
     began, waited_s = time.perf_counter(), counts.grade_seconds
     yield
     self._generate_s += time.perf_counter() - began - (counts.grade_seconds - waited_s)
 
   @contextlib.contextmanager
   def burst(self) -> Iterator[None]:
-    """Context of a burst."""
+    """Context manager for a burst, which measures `burst_s`."""
     began = time.monotonic()
     yield
     self.burst_s = min(time.monotonic() - began, PATIENCE_S)
@@ -647,7 +651,7 @@ class ThreadSampler:
         self._changed.notify_all()
 
   def _next(self) -> _Inbox:
-    """The calls since `_next` last returned; waits for a call if no group is wanted."""
+    """The calls since `_next` last returned; waits for a call if all groups are finished."""
     with self._changed:
       self._changed.wait_for(lambda: self._inner.is_busy or self._inbox != _Inbox())
       inbox, self._inbox = self._inbox, _Inbox()

@@ -20,14 +20,14 @@ def as_they_are(trained: Params, frozen: Params) -> tuple[Params, Params]:
 
 
 class OfAnotherRun:
-  """Returns the parameters of another run's policy, for any parameters of the trained policy."""
+  """Returns the parameters of another run's policy; ignores the trained policy's parameters."""
 
   def __init__(self, read: Callable[[], Params]):
     """`read` is called once, for the first batch that needs the parameters."""
     self._read = functools.cache(read)
 
   def __call__(self, trained: Params, frozen: Params) -> tuple[Params, Params]:
-    """Returns (all parameters of the other run's policy, {})."""
+    """Returns (trained, frozen): all parameters of the other run's policy, and {}."""
     del trained, frozen
     return self._read(), {}
 
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
   name: str
   prompts: int  # number of groups in every batch
-  sampling: Sampling  # the distribution of its behavior log-probabilities
+  sampling: Sampling  # the distribution of its behavior log-probabilities, unless `raw`
   engine: EnginePrograms | None = None  # the programs that sample; None if groups are recorded
   recorded: RecordedGroups | None = None  # recorded groups, in place of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
@@ -49,7 +49,7 @@ class Source(NamedTuple):
   # samples with the policy's own parameters must agree with the trainer; the gap of any other
   # source must be finite.
   max_gap: float = sys.float_info.max
-  raw: bool = False  # whether behavior log-probabilities are recorded at temperature 1
+  raw: bool = False  # whether behavior log-probabilities are replaced by values at temperature 1
 
   @property
   def programs(self) -> EnginePrograms:
@@ -59,7 +59,7 @@ class Source(NamedTuple):
       ValueError: the rollouts of the source are recorded.
     """
     if self.engine is None:
-      raise ValueError(f"the source {self.name} is recorded: nothing samples from it")
+      raise ValueError(f"the source {self.name} has recorded groups, and no programs that sample")
     return self.engine
 
   @property
