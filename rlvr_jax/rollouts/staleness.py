@@ -189,7 +189,7 @@ class Schedule(NamedTuple):
   recorded: RecordedRun | None = None  # the run whose batches are sampled again
 
   def samples(self, version: int) -> int:
-    """How many more batches may begin with this version than with the previous version."""
+    """The number of batches that may begin once this version is offered, but not before."""
     return self.limit(version) - (self.limit(version - 1) if version else 0)
 
   def refreshes(self, update: int) -> bool:
@@ -202,14 +202,16 @@ class Schedule(NamedTuple):
 
     Args:
       batch: number of the batch.
-      update: the update before which the batch has begun; None: the update of number `batch`, which
-        trains on this batch.
+      update: sampling of the batch has begun before this update; None: before update number
+        `batch`, which trains on this batch.
     """
     last = batch if update is None else update
     for version in range(last + 1):
       if self.limit(version) > batch:
         return version
-    raise ValueError(f"batch {batch} may not begin before update {last}; raise the limit")
+    raise ValueError(
+      f"batch {batch} may not begin before update {last}; raise the schedule's function `limit`"
+    )
 
   def oldest_trained(self, update: int) -> int:
     """The oldest version that sampled a token for this update or a later update."""
@@ -255,7 +257,8 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
       if oldest_batch >= len(sampled_by):
         there = "no batch is sampled and kept before this update"
       raise PlanError(
-        f"update {t} trains on batch {batch}, but {there}; fix the schedule's limit, batch or first"
+        f"update {t} trains on batch {batch}, but {there}; fix the schedule's function `limit`,"
+        " `batch` or `first`"
       )
     batches.append((batch, sampled_by[batch]))
   return batches

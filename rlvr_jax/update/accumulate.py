@@ -168,7 +168,7 @@ def second_phase(
   The sums Σ total and Σ weight are divided only at the end, so that several micro-batches give the
   gradient of one batch.
   """
-  method = method._replace(gram=None)  # phase 1 has used it
+  method = method._replace(gram=None)  # only phase 1 needs the Gram matrix
   # `update_gradient` adds the metrics of phase 1 once, since these cover the full batch.
   without_metrics = constants._replace(metrics={})
 

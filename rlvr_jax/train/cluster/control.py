@@ -72,7 +72,7 @@ class _Ended:
     self._lock, self._processes = threading.Lock(), set[int]()
 
   def add(self, *processes: int, unless: int | None = None) -> bool:
-    """Adds processes in any case; returns whether the set already had one of them or `unless`."""
+    """Adds the processes; returns whether one of them, or `unless`, was already in the set."""
     with self._lock:
       known = not self._processes.isdisjoint({*processes, unless})
       self._processes |= {*processes}

@@ -141,7 +141,8 @@ def exchange(value: JSON) -> list[Any]:
   No collective runs, so the exchange does not wait for programs on the devices.
 
   Args:
-    value: a JSON value; floats are exchanged exactly. In a run of one process, any object.
+    value: a JSON value; floats are exchanged exactly. In a run of one process, the value may be any
+      object.
   Returns:
     The values of all processes, in order of process id.
   Raises:

@@ -92,7 +92,7 @@ class FleetSampler:
     workdir: Workdir,
     has_all: Callable[[], bool],
   ):
-    """Begins the term of this trainer.
+    """Makes samplers follow this trainer from now on; see `RemoteSampler`.
 
     Args:
       settings: the result of `trainer_settings`.
@@ -430,7 +430,7 @@ def trainer_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: the limits of the run that groups from samplers must keep.
+    allowed: the run's limits, which all groups from samplers must respect.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """

@@ -132,7 +132,8 @@ def behavior_gaps(
     frozen: the parameters that are not trained, on the devices for generation.
     sources, placement, programs: sources, placement and programs of the run.
     mixes_caches: whether the cached keys and values before a token may come from several versions.
-      The gap of such a token is more than rounding: it has a separate metric and is not checked.
+      The gap of a token with mixed caches is more than rounding: it has a separate metric and is
+      not checked.
   Returns:
     agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
     of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and

@@ -165,7 +165,7 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
 
 
 def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
-  """Warns if this run should repeat a recorded run, but samples other rollouts from a batch on.
+  """Warns if this run should repeat a recorded run, but this batch is the first that differs.
 
   Args:
     recorded: the recorded run that is repeated, or None.

@@ -381,7 +381,7 @@ def make_sampler(
   Args:
     settings: `config.generation_mesh`.
     model, mesh: model and mesh of updates.
-    make_model_on: (a mesh, the mesh on which parameters are sharded) → the model on that mesh.
+    make_model_on: (a mesh, the mesh on which parameters are sharded) → the model on the first mesh.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
@@ -400,8 +400,8 @@ def make_compared(
   """The model whose log-probabilities are compared with the sampler's.
 
   It is the model of updates if the sampler uses the same devices. Separate devices have only the
-  sampler's copy of the parameters: there the forward pass of updates runs in a layout that splits
-  no key/value head.
+  sampler's copy of the parameters. On these devices the forward pass of updates runs on a mesh that
+  splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.

@@ -224,7 +224,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 
 
 def _needed_type(message: str) -> str:
-  """The flag libraries' message; the type that a value must have replaces Python's error."""
+  """The flag libraries' message, in which the needed type replaces a known error of Python."""
   for pythons, needed in _NEEDED:
     before, separator, _ = message.partition(f": {pythons}")
     if separator:

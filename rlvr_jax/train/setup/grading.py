@@ -327,7 +327,7 @@ def _environment_pool(
 
   Args:
     settings: `config.environment`.
-    pool: grades for environments that ask for a verdict.
+    pool: the grader pool, for environments that ask for a grade.
   Raises:
     EnvironmentStartError: the environment cannot work here.
   """

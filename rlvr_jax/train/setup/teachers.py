@@ -158,7 +158,8 @@ def make_teaching(
   if not settings.weight and settings.reward_weight != 1:
     raise ValueError(
       f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, but a teacher of"
-      " weight 0 is only measured, beside a plain update; set weight above 0, or reward_weight = 1"
+      " weight 0 only adds metrics and leaves rewards at weight 1; set weight above 0, or"
+      " reward_weight = 1"
     )
   temperature = settings.temperature
   if temperature is None:
@@ -188,7 +189,7 @@ def make_teaching(
     raise ValueError(
       f"config.distillation = {name!r} compares whole distributions in the update: it needs one"
       f" teacher, which reads the policy's prompt; set config.teacher.{field} ="
-      f" {() if named else ''!r}, or choose a form of sampled tokens, such as 'opd'"
+      f" {() if named else ''!r}, or choose a form that compares only sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
   return Teaching(made, settings.weight, settings.reward_weight, temperature, names)

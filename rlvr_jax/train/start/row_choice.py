@@ -82,7 +82,7 @@ def choose_row_layout(
     return [_Count(-(-number // step), 0, used) for number, used in rows]
 
   def judge(layout: RowLayout) -> tuple[float, float]:
-    """(computed positions per used position, for the worst growth; cost of an update)."""
+    """(computed positions per used position, at the worst of `_GROWTHS`; cost of an update)."""
     counts = count(layout)
     places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
     padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)
