@@ -132,8 +132,8 @@ def of_tokens(
     token_clipped: bool, whether a bound of the loss took effect; f32 in [0, 1] for a loss with a
       smooth bound.
     token_dropped, token_vetoed: bool, whether the correction or the veto excluded the token. The
-      means of these three marks are the metrics in `MARKS`. A mark is absent if the method does not
-      make it.
+      means of the last three arrays are the metrics in `MARKS`. Each of these arrays is absent if
+      the method does not make it.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {
@@ -151,7 +151,7 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change W_t − W_0: its rank-one fraction and its share of all changes."""
+  """Metrics of the head's change W_t − W_0: rank-one fraction, and share of the change's ‖·‖²."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

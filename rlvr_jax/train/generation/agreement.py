@@ -119,8 +119,8 @@ def behavior_gaps(
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
   `update.agreement.behavior_gap`. Each token is compared under the version that sampled the token.
-  In a group of several versions a mixture's routers choose again, since each version had its own
-  routes for the preceding tokens.
+  In a group of several versions, recorded routes of a mixture of experts are not replayed, since
+  each version had its own routes for the preceding tokens.
 
   Args:
     groups: P groups; only a few groups of every source are compared.
@@ -210,7 +210,7 @@ def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndar
 
   Args:
     groups: the groups of a draw.
-    version: the version with which the draw began, for groups without versions of this run.
+    version: the version with which the draw began; used if no group has a version of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)

@@ -257,7 +257,7 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
 def check_recorded_rewards(
   config: ml_collections.ConfigDict, method: Method, sources: Sources
 ) -> None:
-  """Raises ValueError if rewards must be 0 or 1, but rewards of another run may differ.
+  """Raises ValueError if rewards must be 0 or 1, but a recorded run may have other rewards.
 
   Args:
     config: the configuration of the run.

@@ -140,8 +140,9 @@ def make_teaching(
     vocab_size: V.
     loss: `config.loss`, and the loss that it names.
   Raises:
-    ValueError: there is a teacher without distillation or the other way round, a number is out of
-      range, or the loss takes one coefficient per response where each token has its own.
+    ValueError: there is a teacher without distillation or distillation without a teacher, a number
+      is out of range, fields do not go together, or the distillation gives each token its own
+      advantage, but the loss takes one coefficient per response.
   """
   made = specs.make("config.distillation", distillation, name, distillation.Distillation)
   if not made.distills:
@@ -257,13 +258,13 @@ def check_recorded_texts(
   if settings[field] and recorded:
     raise ValueError(
       f"config.teacher.{field} = {settings[field]!r} is a field of the problems that this run"
-      f" draws, but config.sources.recorded.fraction = {recorded} takes rollouts without it; leave"
-      " one of the two unset"
+      f" draws, but the rollouts of config.sources.recorded.fraction = {recorded} lack this field;"
+      " leave one of the two unset"
     )
   if settings.privileged and environment:
     raise ValueError(
-      f"config.teacher.privileged = {settings.privileged!r} belongs in the prompt, which"
-      f" config.environment.name = {environment!r} writes; set one of them to ''"
+      f"config.teacher.privileged = {settings.privileged!r} must be put into the prompt, but"
+      f" config.environment.name = {environment!r} writes the prompt; set one of them to ''"
     )
 
 
@@ -292,7 +293,8 @@ def make_prompts(
   if layout.length > longest_row:
     raise ValueError(
       f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} positions with"
-      f" config.max_response_length, but attention takes {longest_row:g}: lower one of these fields"
+      f" config.max_response_length, but attention takes rows of at most {longest_row:g}: lower one"
+      " of these fields"
     )
   return TeacherPrompts(tokenizer, settings.prompt, length, layout)
 

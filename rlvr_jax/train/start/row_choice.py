@@ -155,8 +155,8 @@ def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
   """The fixed cost of a micro-batch, as the number of positions that take the same time.
 
   Each micro-batch reads the weights and adds its gradient to the sum. A CPU of two cores computes
-  some 50 positions in that time, for any network; the term in `width` is for small matrix products,
-  which use only one core. An H100 or a TPU v5p moves 28 bytes for each parameter in the time of 300
-  to 500 positions, at 6 FLOPs per parameter and position.
+  some 50 positions in that time, for any network. The term with `width` is added since small matrix
+  products use only one core. An H100 or a TPU v5p takes as long to move 28 bytes per parameter as
+  to compute 300 to 500 positions, at 6 FLOPs per parameter and position.
   """
   return 48 + 2**14 / width if sharding.is_on_cpu(mesh) else 512
