@@ -1,8 +1,8 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
 Hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But the
-function that a string names is called, from any module: `outside_package` finds strings that name a
-module. This module imports the standard library only.
+function that a string names is called, and it may be in any module: `outside_package` finds strings
+that name a module. This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
       value, and the string must not set the parameter.
   Raises:
     ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
-      factory raises an error other than ImportError and OSError, which pass through.
+      factory raises an error. ImportError and OSError of the factory pass through instead.
   """
   owner = f"{field} = {text!r}"
   try:

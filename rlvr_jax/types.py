@@ -120,7 +120,7 @@ class TrainBatch:
   # experts that each layer's router chose at the position that predicts a token, in order of
   # decreasing probability; 0 where padded. None if routes are not recorded, or are already in
   # `packed`.
-  routes: Array | None = None  # [P, G, T, layers, k]; first the route of the prompt's last token
+  routes: Array | None = None  # [P, G, T, layers, k]; at t = 0 those of the prompt's last token
   prompt_routes: Array | None = None  # [P, S, layers, k], left-padded; 0 at the last token
   # i32[P, G, T], if weights may change within a response: the version of the policy that sampled a
   # token; −1 where padded, or not sampled. Only the store has this array; updates read `lags`.
@@ -137,7 +137,7 @@ class Rows(NamedTuple):
 
   prompts: Array  # index of the prompt that a token belongs to; −1 on padding
   positions: Array  # the token's position, counted from the start of its prompt; 0 on padding
-  starts: Array  # index in the row where the token's rollout starts; for prompt tokens, prompt_ends
+  starts: Array  # index in the row where the token's rollout starts; `prompt_ends` in prompts
   prompt_ends: Array  # index in the row after the last token of the token's prompt
 
 
@@ -227,7 +227,7 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EffectiveSampleSize:
-  """(Σ w)² / (n·Σ w²) of importance weights w, from its three sums."""
+  """(Σ w)² / (n·Σ w²) of importance weights w, from Σ w, Σ w² and n."""
 
   total: Array
   total_squares: Array

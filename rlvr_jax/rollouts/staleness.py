@@ -32,12 +32,12 @@ EncodedVersions: TypeAlias = list[int] | list[list[list[int]]]  # see `encode_ve
 
 
 class Drawn(NamedTuple):
-  """Facts about a draw that its batch does not contain, but that a repetition needs; JSON."""
+  """Facts that are needed to repeat a draw, but that its batch does not contain; JSON."""
 
   draw: int  # number of the draw
   problems: dict[str, JSON]  # state of the iterator over problems before the draw
   version: int  # version of the policy when the draw began
-  burst_steps: int  # decoding steps of a burst of the engine
+  burst_steps: int  # the most decoding steps in one burst, a call of the engine's program
   slots: int
   new_weights: str  # `config.fleet.new_weights`
   # The result of `encode_versions` if dynamic sampling has dropped groups of the draw, else None.
@@ -57,8 +57,8 @@ class RecordedRun:
     """Reads the info of the run's batches, removed batches included.
 
     Raises:
-      ValueError: the run lacks a batch, or cannot be replayed: a batch of several versions was
-        removed, or does not say how it was drawn.
+      ValueError: the run lacks a batch, or cannot be replayed since a batch of several versions was
+        removed or has no record of how it was drawn.
       StoreError: the run has no rollouts.
     """
     self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
@@ -97,7 +97,7 @@ class RecordedRun:
     return any(len(versions) > 1 for versions in self.versions)
 
   def newest(self) -> list[int]:
-    """For every batch, the earliest version at which it and all earlier batches can be sampled."""
+    """For every batch, the newest version that the batch or an earlier batch needs."""
     return [*itertools.accumulate(map(max, self.versions), max)]
 
   def oldest_needed(self, update: int) -> int:
@@ -110,7 +110,7 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """How a batch differs from the recorded batch; "" if it does not, or if an earlier batch did.
+    """How a batch differs from the recorded batch, if it is the first that differs; else "".
 
     Args:
       number: the number of the batch.
@@ -142,7 +142,8 @@ class RecordedRun:
 def encode_versions(versions: np.ndarray) -> EncodedVersions:
   """Versions as JSON: a version per group for i32[P], or run lengths per rollout for i32[P, G, T].
 
-  A rollout becomes [version, tokens, version, tokens, …] up to its last sampled token.
+  A rollout becomes [version, number of tokens, version, number of tokens, …] up to its last sampled
+  token.
   """
   if versions.ndim == 1:
     of_groups: list[int] = versions.tolist()
@@ -180,7 +181,7 @@ class Schedule(NamedTuple):
   Updates t, batches and versions v of the policy count from 0.
   """
 
-  limit: Callable[[int], int]  # v → how many batches may have begun once version v is offered
+  limit: Callable[[int], int]  # v → total number of batches that may begin with versions up to v
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
   first: Callable[[int], int]  # t → lowest number of a batch that update t or a later update needs
   threaded: bool = False  # whether sampling goes on during updates: the clock then decides the lags
@@ -189,7 +190,7 @@ class Schedule(NamedTuple):
   recorded: RecordedRun | None = None  # the run whose batches are sampled again
 
   def samples(self, version: int) -> int:
-    """How many more batches may begin with this version than with the previous version."""
+    """The number of batches that may begin once this version is offered, but not before."""
     return self.limit(version) - (self.limit(version - 1) if version else 0)
 
   def refreshes(self, update: int) -> bool:
@@ -202,14 +203,16 @@ class Schedule(NamedTuple):
 
     Args:
       batch: number of the batch.
-      update: the update before which the batch has begun; None: the update of number `batch`, which
-        trains on this batch.
+      update: sampling of the batch has begun before this update; None: before update number
+        `batch`, which trains on this batch.
     """
     last = batch if update is None else update
     for version in range(last + 1):
       if self.limit(version) > batch:
         return version
-    raise ValueError(f"batch {batch} may not begin before update {last}; raise the limit")
+    raise ValueError(
+      f"batch {batch} may not begin before update {last}; raise the schedule's function `limit`"
+    )
 
   def oldest_trained(self, update: int) -> int:
     """The oldest version that sampled a token for this update or a later update."""
@@ -225,7 +228,10 @@ class Schedule(NamedTuple):
     return self.oldest_version(self.batch(update)) if self.threaded else update
 
   def batches_per_refresh(self, num_updates: int) -> int:
-    """The median number of batches that a policy samples per refresh; 1 if the clock decides."""
+    """The median number of batches that a policy samples per refresh; 1 for sampling in real time.
+
+    A refresh is the sampling between two policies.
+    """
     counts = [count for count in map(self.samples, range(num_updates)) if count]
     return statistics.median_high(counts) if counts and not self.threaded else 1
 
@@ -255,14 +261,15 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
       if oldest_batch >= len(sampled_by):
         there = "no batch is sampled and kept before this update"
       raise PlanError(
-        f"update {t} trains on batch {batch}, but {there}; fix the schedule's limit, batch or first"
+        f"update {t} trains on batch {batch}, but {there}; fix the schedule's function `limit`,"
+        " `batch` or `first`"
       )
     batches.append((batch, sampled_by[batch]))
   return batches
 
 
 def same_number(update: int) -> int:
-  """The batch with the update's own number, so that every batch is used once, in order."""
+  """The batch with the same number as the update, so that every batch is used once, in order."""
   return update
 
 

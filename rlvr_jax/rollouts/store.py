@@ -181,7 +181,7 @@ class RolloutStore:
     The info of a removed batch also has "removed": True.
 
     Raises:
-      KeyError: the store has no batch of this number, and has removed none.
+      KeyError: the store has no batch of this number, and no batch of this number was removed.
       TornShardError: the info is not as it was written.
     """
     if entry := self._objects.find(_name(number)):
@@ -206,7 +206,7 @@ class RolloutStore:
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
     """Yields the numbers of batches that are missing or damaged, without removed batches.
 
-    On a disk every file is read; an object of a bucket is complete if it is there.
+    On a disk every file is read. In a bucket no object is read: an object that exists is complete.
     """
     names = self._objects.list()
     for number in numbers:
@@ -369,7 +369,7 @@ class RolloutStore:
       raise
     except (DamagedError, OSError) as error:
       if isinstance(error, OSError) and error.errno != errno.EIO:
-        raise  # a limit of this process, such as the limit of open files, is no damage
+        raise  # a limit of this process, such as on open files, does not mean a damaged file
       raise TornShardError(
         f"batch {number}, {path}, is missing or not as it was written: {error}. Rerun its run,"
         " which samples the batch again if it is still needed, or put back a copy of the file."

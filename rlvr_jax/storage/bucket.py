@@ -67,8 +67,8 @@ class Bucket:
 
     Args:
       folder: the result of `parse_path`.
-      guard: called before every write; raises if this process may no longer write, else returns the
-        seconds for which it certainly may write. A write that takes longer is cancelled.
+      guard: called before every write; raises if this process may no longer write, else returns for
+        how many seconds writing is certainly allowed. A write that takes longer is cancelled.
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
@@ -137,7 +137,7 @@ class Bucket:
     Returns:
       The new generation.
     Raises:
-      ChangedError: the object has another generation, and other bytes.
+      ChangedError: the object has another generation, and its bytes are not `data`.
       UnreachableError: the request failed; the object may have been written nevertheless.
     """
     limit_s = min(deadline_s, self.allowed_s())

@@ -54,7 +54,7 @@ def path_within(folder: pathlib.Path, name: str) -> pathlib.Path:
   if any(part in ("", ".", "..") or "\0" in part for part in parts):
     raise ForeignNameError(
       f"a file named {name!r:.200} would not be in its folder, {folder}; nothing was read or"
-      " written. Remove the object or record with this name, or use no files of its author"
+      " written. Remove the object or record with this name, or use no files from its author"
     )
   return folder.joinpath(*parts)
 

@@ -95,10 +95,10 @@ def open_to_read(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
-  """Context with the path of a local file to write, whose content is in `path` at the end.
+  """Context with the path of a local file to write; at its end `path` has the file's content.
 
-  If `path` is local, the file is on the disk at the end. An incomplete file is visible before:
-  write into a `new_directory`, which hides it.
+  If `path` is local, the context syncs the file to the disk at its end. Until then others can see
+  an incomplete file at `path`: write into a `new_directory`, which hides it.
   """
   if isinstance(system, LocalFileSystem):
     with report_full_disk(pathlib.Path(path)):

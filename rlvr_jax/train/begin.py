@@ -179,8 +179,8 @@ def make_training_sampler(
 
   Args:
     parts: the parts of the run.
-    frozen: the parameters that are not trained, where rollouts are generated.
-    answers: answers the turns of this sampler alone.
+    frozen: the parameters that are not trained, on the devices for generation.
+    answers: answers of graders and environments, for this sampler alone.
   """
   c, sources, schedule = parts.config, parts.sources, parts.schedule
   policies = Policies(

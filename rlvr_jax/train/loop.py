@@ -1,4 +1,4 @@
-"""The training loop on the host: offer a policy, open and take batches, update, evaluate, save.
+"""The training loop on the host: offer a policy, begin and take batches, update, evaluate, save.
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
@@ -250,7 +250,7 @@ def save(run: Run, now: RunState) -> None:
 
 
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
-  """The update whose checkpoint can sample all pending batches again; None if none is pending."""
+  """The update from whose checkpoint all pending batches can be sampled again; None without any."""
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0
   first = schedule.first(now.step)

@@ -95,7 +95,7 @@ def sample_batches(
   """Fresh batches sampled by one policy.
 
   Args:
-    config: the configuration of a run with the policy's problems and sampler; nothing is trained.
+    config: a configuration with the policy's problems and sampler; no update is made.
     workdir: folder of the run's files, empty.
     params: the parameters of the policy.
     count: number of batches.
@@ -117,7 +117,7 @@ def gradient_function(
 
   Args:
     config: the configuration of the recipe.
-    trained: the method of the run that has recorded the batches.
+    trained: the `Method` of the run that recorded the batches.
     mesh: the mesh on which that run made updates.
     reference: parameters of the reference policy, for recipes that have one.
     entropy: the entropy of the first policy, nats per token, for FADE's state.
@@ -178,7 +178,7 @@ class Comparison(NamedTuple):
   names: list[str]  # names of the recipes, grpo first
   lags: list[int]  # updates between recording and gradient, ascending
   numbers: dict[int, dict[str, dict[str, float]]]  # lag → recipe → metric → value
-  cosines: dict[int, np.ndarray]  # lag → f64[M, M] of the gradients' directions
+  cosines: dict[int, np.ndarray]  # lag → f64[M, M], cosines between the M recipes' gradients
   batch: TrainBatch
 
 

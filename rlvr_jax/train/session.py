@@ -292,7 +292,7 @@ def _check_workdir(
     The rows that the run began with, see `read_rows`.
   """
   workdir.fetch()
-  rows = read_rows(workdir.local)  # first, since config.json may follow this start
+  rows = read_rows(workdir.local)  # first, since `check_config` may rewrite config.json
   # From here on, a failed start removes the files that it wrote.
   files.check_config(config_json, may_differ)
   if rows is not None and not (workdir.local / ROWS_FILE).exists():
@@ -301,7 +301,7 @@ def _check_workdir(
 
 
 def _record_rows(workdir: Workdir, layout: Mapping[str, JSON], tokens: RowTokens) -> None:
-  """Records the rows that the first batch has chosen; `layout` is the layout without rows."""
+  """Records the rows that were chosen for the first batch; `layout` is the layout without rows."""
   write_rows(workdir.local, tokens)
   _write_layout(workdir, {**layout, **row_fields(tokens)})
   workdir.publish(ROWS_FILE, LAYOUT_FILE)
@@ -356,7 +356,7 @@ def _fleet_sampler(
     identity: the result of `identify`.
   """
   if not isinstance(run.sampler, LocalSampler):
-    raise TypeError(f"examples come from a local sampler, not from {type(run.sampler).__name__}")
+    raise TypeError(f"a fleet's trainer needs a LocalSampler, not {type(run.sampler).__name__}")
   config, network = parts.config, parts.model.config
   publisher = PolicyPublisher(
     workdir.path / WEIGHTS,

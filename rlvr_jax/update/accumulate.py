@@ -2,8 +2,8 @@
 
 Phase 1, without gradient, computes coefficients, and the statistics of the full batch that the
 reweighting and the loss need. Phase 2, with gradient, takes these coefficients and statistics as
-constants, and adds up undivided sums over micro-batches. If every batch of the run is one
-micro-batch, one forward pass serves both phases, see `rows_if_accumulating`.
+constants, and adds up the loss's sums over micro-batches before it divides them. If every batch of
+the run is one micro-batch, one forward pass serves both phases, see `rows_if_accumulating`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def second_phase(
   The sums Σ total and Σ weight are divided only at the end, so that several micro-batches give the
   gradient of one batch.
   """
-  method = method._replace(gram=None)  # phase 1 has used it
+  method = method._replace(gram=None)  # only phase 1 needs the Gram matrix
   # `update_gradient` adds the metrics of phase 1 once, since these cover the full batch.
   without_metrics = constants._replace(metrics={})
 
@@ -234,8 +234,7 @@ def micro_gradient(
   Args:
     batch: the batch, with a mask that is 0 for the tokens of other micro-batches.
     index: the index of the micro-batch.
-    constants_of: maps the scores, and the `Forward` that the Gram matrix needs or None, to
-      constants.
+    constants_of: (scores, forward) → constants; `forward` is None unless the Gram matrix needs it.
     length, squares, teacher: as for `policy_forward`.
   """
   score = lambda trained: policy_forward(

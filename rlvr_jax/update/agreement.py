@@ -35,7 +35,7 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
-    lengths: i32[P, G], number of tokens of each response; later tokens use no experts.
+    lengths: i32[P, G], number of tokens of each response; padding after them uses no experts.
     prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
       choose.
     model: provides `combine`, `response_hidden` and `head`.

@@ -62,16 +62,16 @@ def measure(
     initial: the trained parameters before the first update.
     teacher: as for `step.train_step`.
     method: the components of the update.
-    gram: computes the Gram matrix. The Gram matrix of the other feature of `geometry.FEATURES` is
-      computed from the output head's gradients.
-    compared: selects parameters, as in `per_rollout`; the Gram matrix of their gradients is
-      compared with the result of `gram`. "" for no comparison.
+    gram: computes the Gram matrix of its feature, which is one of the two in `geometry.FEATURES`.
+      The other feature's Gram matrix is computed from the output head's gradients.
+    compared: a selection of parameters, as in `per_rollout`; the Gram matrix of the gradients of
+      these parameters is compared with the result of `gram`. "" for no comparison.
   Returns:
-    Scalars and arrays. Scalars: see `geometry.diagnostics`; the names of the other feature's
-    scalars end in the feature's name. A mixture of experts adds each layer's largest load, and the
-    share of recorded choices that have changed. Arrays: the Gram matrices f32[B, B] of rollout
-    gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients before and after the
-    reweighting, rewards and lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the
+    Scalars and arrays. Scalars: see `geometry.diagnostics`; names of scalars that belong to the
+    other feature end in that feature's name. A mixture of experts adds each layer's largest load,
+    and the share of recorded choices that have changed. Arrays: the Gram matrices f32[B, B] of
+    rollout gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients before and after
+    the reweighting, rewards and lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the
     number of tokens that chose each expert; and the arrays of `of_tokens`.
   """
   params, context = state.params, method.gram_context
@@ -132,8 +132,8 @@ def of_tokens(
     token_clipped: bool, whether a bound of the loss took effect; f32 in [0, 1] for a loss with a
       smooth bound.
     token_dropped, token_vetoed: bool, whether the correction or the veto excluded the token. The
-      means of these three marks are the metrics in `MARKS`. A mark is absent if the method does not
-      make it.
+      means of the last three arrays are the metrics in `MARKS`. Each of these arrays is absent if
+      the method does not make it.
   """
   logprobs, batch = scores.logprobs, add_taught(batch, scores.taught)
   arrays = {
@@ -151,7 +151,7 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change W_t − W_0: its rank-one fraction and its share of all changes."""
+  """Metrics of the head's change W_t − W_0: rank-one fraction, and share of the change's ‖·‖²."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

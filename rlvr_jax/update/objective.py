@@ -167,7 +167,7 @@ class Balance(NamedTuple):
   """The balance loss of experts as a linear function of their probabilities."""
 
   weights: Array  # [layers, E], see `ops.expert_load.balance_weights`
-  scale: Array  # f32[], coefficient × the full batch's weight; the total is later divided by it
+  scale: Array  # f32[], coefficient × the full batch's weight, by which the sum is divided later
 
 
 def policy_forward(
@@ -342,7 +342,7 @@ def select_rows(
 
 
 def _lengthen(values: Array, length: int | None) -> Array:
-  """Pads the values of rows' first positions with zeros to [R, length, …]; None adds no zeros."""
+  """Pads the values of rows' first positions with zeros to [R, length, …]; None: as they are."""
   missing = 0 if length is None else length - values.shape[1]
   return jnp.pad(values, [(0, 0), (0, missing)] + [(0, 0)] * (values.ndim - 2))
 

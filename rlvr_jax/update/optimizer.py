@@ -85,8 +85,9 @@ def muon(
 ) -> optax.GradientTransformation:
   """Orthogonalized momentum for the kernels of each layer; `adamw` for all other parameters.
 
-  The momentum M of a layer's D×E kernel, with singular value decomposition UΣVᵀ, is replaced by
-  about UVᵀ, by the quintic Newton–Schulz iteration. Embedding, head, norms and biases use AdamW.
+  The momentum M of a layer's D×E kernel has the singular value decomposition UΣVᵀ. The quintic
+  Newton–Schulz iteration replaces M by approximately UVᵀ. Embedding, head, norms and biases use
+  AdamW.
 
   Args:
     learning_rate: the learning rate of the run, for both optimizers.

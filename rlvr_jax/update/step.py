@@ -73,7 +73,7 @@ def train_step(
     params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
 
   skipped = 1 - finite.astype(jnp.int32)
-  applied = state.step - state.skipped  # updates that the optimizer has counted
+  applied = state.step - state.skipped  # the optimizer's count: it does not count skipped updates
   state = TrainState(
     params=params,
     opt_state=opt_state,

@@ -37,7 +37,7 @@ def supervised_step(
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
   trained, opt_state = state
-  tokens = solutions[:, None]  # a group of one
+  tokens = solutions[:, None]  # groups of one response
   mask = mask[:, None].astype(jnp.float32)
   # The last turn of a demonstration is a turn of the policy.
   lengths = jnp.max(jnp.where(mask > 0, jnp.arange(mask.shape[-1]) + 1, 0), axis=-1)
@@ -72,8 +72,8 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with a step's number and loss. Each call waits until the next report is due or
-      the last step ends, so that the devices are not idle.
+    report: called with a step's number and loss, once the next report is due or the last step is
+      dispatched: reading the loss earlier would leave the devices idle.
     report_every: steps between reports; the last step is reported too.
   Raises:
     FloatingPointError: the loss is not finite.

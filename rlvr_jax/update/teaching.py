@@ -19,8 +19,8 @@ class Teaching(NamedTuple):
 
   Attributes:
     distillation: see `distillation.Distillation`.
-    weight: λ ≥ 0, the weight of distillation; 0: the teacher enters only metrics, and w counts as
-      1.
+    weight: λ ≥ 0, the weight of distillation; 0: the teacher enters only metrics, and
+      `reward_weight` counts as 1.
     reward_weight: w ≥ 0, the weight of the reward's advantages or losses; 0: distillation alone.
     temperature: the temperature of the teacher's distribution.
     names: the names of the teachers.

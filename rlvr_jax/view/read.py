@@ -73,8 +73,8 @@ class Run(NamedTuple):
   # batch → the updates that train on it, ascending, counted from 1; {} if the schedule is a user's
   # own code, or needs files that are gone
   updates: dict[int, list[int]]
-  tokenizer: Tokenizer | None  # None: its files are not here
-  advantage: Advantage | None  # None: rewards alone do not determine it
+  tokenizer: Tokenizer | None  # None: it cannot be made here, for example without its files
+  advantage: Advantage | None  # None: it needs more than the rollouts, or is a user's own code
 
 
 def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:

@@ -139,7 +139,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; requests that wait do not fill its share."""
+    """Whether the worker should get one more request; waiting requests do not count in `share`."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -203,7 +203,7 @@ class WorkerProcess:
   # --- its end
 
   def ended_by_text(self) -> bool:
-    """Whether the process has ended for a reason that a text can cause."""
+    """Whether the process's exit status is one that the text of a request can cause."""
     status = self._child.process.returncode
     has_limit = self._service.memory_mib is not None
     return status in _CAUSED_BY_TEXT or (has_limit and status == MEMORY_STATUS)

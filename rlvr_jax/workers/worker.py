@@ -120,7 +120,7 @@ class _MainThread:
       self._free.release()
 
   def serve(self, begin: Callable[[], None]) -> None:
-    """Makes calls from now on, in this thread; `begin` starts the threads that may call."""
+    """Makes other threads' calls in this thread, forever; `begin` starts these threads."""
     self._free.release()
     begin()
     while True:

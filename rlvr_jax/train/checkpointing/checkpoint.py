@@ -113,14 +113,14 @@ class Checkpointer:
     Args:
       step: number of updates so far.
       state: pytree of jax arrays, with any sharding.
-      host: JSON values (string keys, finite nesting), restored exactly, such as counters.
+      host: JSON values such as counters (string keys, finite nesting), restored exactly.
       arrays: the host's arrays by name, such as scores of pending rollouts.
       metric: the metric by which the best step is kept; None if it was not measured.
       keep_at_or_before: the latest saved step at or before this step is also kept until the next
         save, so that the run can go back to it.
     Returns:
-      False if the step was already saved, else True. A saved step without a metric then gets
-      `metric` and `host`.
+      False if the step was already saved, else True. If the step was saved without a metric, and
+      `metric` is given, the saved step gets `metric` and `host`.
     Raises:
       DiskFullError: too little space; earlier checkpoints are untouched.
       CheckpointError: the earlier save failed.
@@ -231,7 +231,7 @@ class Checkpointer:
         self._writer.close()
 
   def _kept(self) -> set[int]:
-    """The steps to keep: the latest, the best (the first of equal steps), and one to return to."""
+    """The steps to keep: the latest, the best (the first if several are), and one to go back to."""
     steps = self.steps()
     scored = [(x, -step) for step, x in self._metrics.items() if x is not None and x == x]
     best = [-max(scored)[1]] if scored else []
@@ -320,7 +320,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _damage_of_any() -> Iterator[None]:
-  """Context that raises a TornCheckpointError of one process in all processes, at its end."""
+  """Context that, at its end, raises the TornCheckpointError of one process in all processes."""
   try:
     yield
   except TornCheckpointError as error:

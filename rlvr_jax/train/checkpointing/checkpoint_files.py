@@ -345,8 +345,8 @@ def shorten_error(error: BaseException) -> str:
 def silence_orbax() -> None:
   """Drops orbax's log records; our own errors report the problems that matter to users.
 
-  When a read fails, orbax never awaits some other reads, and closes the event loop that still gets
-  results of tensorstore's threads: Python would print a warning or a traceback for each read.
+  When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
+  of tensorstore still send results: Python would print a warning or a traceback for each read.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_not_from_orbax)

@@ -89,7 +89,7 @@ class BucketClaim:
     self._thread.start()
 
   def check(self) -> float:
-    """Seconds for which this process certainly keeps the claim; to be called before every write.
+    """For how many seconds this process certainly keeps the claim; call it before every write.
 
     Raises:
       WorkdirError: another process may have taken over the claim.

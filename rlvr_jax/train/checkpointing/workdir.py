@@ -141,7 +141,8 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  If samplers read the file, every later start also writes its own values of `may_differ` fields.
+  If the run has samplers, which read the file, every later start rewrites it with its own values of
+  the `may_differ` fields.
 
   Args:
     workdir: a workdir after `fetch`; created if needed.

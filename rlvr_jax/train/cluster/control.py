@@ -72,7 +72,7 @@ class _Ended:
     self._lock, self._processes = threading.Lock(), set[int]()
 
   def add(self, *processes: int, unless: int | None = None) -> bool:
-    """Adds processes in any case; returns whether the set already had one of them or `unless`."""
+    """Adds the processes; returns whether one of them, or `unless`, was already in the set."""
     with self._lock:
       known = not self._processes.isdisjoint({*processes, unless})
       self._processes |= {*processes}
@@ -96,8 +96,8 @@ class Channel:
     Args:
       process: index of this process.
       count: number of processes.
-      connections: connections by process: of the first process to all others, of each other process
-        to the first one.
+      connections: connections by process: the first process has one to each other process, and the
+        other processes have one to the first process.
       on_request: called in a thread when another process requests shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
@@ -177,7 +177,7 @@ class Channel:
     self._handle_end(other, other, "has died or cannot be reached")
 
   def _handle_end(self, other: int, process: int, failure: str) -> None:
-    """Handles the end of `process`, which `other` (the first process, or itself) has reported."""
+    """Handles the end of `process`, reported by `other`: by the first process or by `process`."""
     if self._ended.add(process, unless=other) or not failure:
       return
     self._forward(other, "leave", process, failure)

@@ -141,7 +141,8 @@ def exchange(value: JSON) -> list[Any]:
   No collective runs, so the exchange does not wait for programs on the devices.
 
   Args:
-    value: a JSON value; floats are exchanged exactly. In a run of one process, any object.
+    value: a JSON value; floats are exchanged exactly. In a run of one process, the value may be any
+      object.
   Returns:
     The values of all processes, in order of process id.
   Raises:
@@ -242,7 +243,7 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that ends one of several processes immediately, at its end and on an exception.
+  """Context that ends one of several processes at once: at the context's end or on an exception.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this
   process, or may have been ended by a signal. After an exception, the other processes receive the

@@ -83,9 +83,9 @@ def return_freed_memory() -> None:
 def collect_garbage_less_often() -> None:
   """Makes Python look for cycles of objects after 10,000 new objects, not after 700.
 
-  Otherwise records that live through a burst, such as the turns of dialogues, would be promoted to
-  the oldest generation. Every few batches Python would then search all objects, which takes 0.2 s
-  after jax has been loaded.
+  Otherwise records that live for a burst of decoding steps, such as the turns of dialogues, would
+  be promoted to the oldest generation. Every few batches Python would then search all objects,
+  which takes 0.2 s after jax has been loaded.
   """
   gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
@@ -366,7 +366,7 @@ def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
 def _watch_signals(
   reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]
 ) -> None:
-  """Handles signals, in a thread: the interpreter writes their numbers to the other socket."""
+  """Handles signals, in a thread; Python writes their numbers to the other end of `reader`."""
   interrupts = 0
   while received := reader.recv(64):
     interrupts += received.count(signal.SIGINT)

@@ -247,8 +247,8 @@ def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
 def make_residual(mesh: Mesh) -> Residual:
   """Functions that shard the residual stream on prompts, and on tokens over `tensor`.
 
-  Sharding on tokens is sequence parallelism. Gradients get the inverse constraints: otherwise XLA
-  gathers them along features, and sums the gradients of complete kernels.
+  Sharding on tokens is sequence parallelism. Gradients get the inverse constraints. Without these
+  constraints, XLA gathers gradients along features, and sums the gradients of complete kernels.
   """
   rows = batch_constraint(mesh)
   if mesh.shape["tensor"] == 1:
@@ -281,8 +281,8 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
   Args:
     mesh: the mesh of the gathered parameters.
     rearranged: whether the parameters come from a mesh with another order of the same devices. If
-      so, a device first gets a part of its final shard: it gathers no parameters that only other
-      devices need.
+      they do, each device first gets a part of its final shard, and then gathers the rest. So no
+      device gathers parameters that only other devices need.
   """
   if mesh.size == 1:
     return lambda params: params

@@ -33,7 +33,8 @@ def gather_answers(action: Callable[[], JSON]) -> list[Any]:
   """The results of an action in all processes, in order; an error in one process ends the others.
 
   Raises:
-    EndRequestedError: shutdown was requested; while nothing is sampled, only this call notices.
+    EndRequestedError: shutdown was requested. While nothing is sampled, only this call notices the
+      request.
   """
   multihost.raise_if_shutdown_requested()
   return multihost.exchange(multihost.run_together(action))

@@ -74,8 +74,8 @@ class PolicyPublisher:
       adapters_only: whether only adapters are trained.
       keep: number of policies, ≥ 1.
       workdir: the workdir of the run, which guards writes into a bucket.
-      beside: the checkpointer of the run. Several processes finish its save before they publish,
-        since orbax's barriers do not tell two saves apart.
+      beside: the checkpointer of the run, which also saves in the background. Several processes
+        finish its save before they publish, since orbax's barriers do not tell two saves apart.
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
@@ -153,7 +153,7 @@ def read_name(folder: pathlib.Path, version: int) -> Policy | None:
 
 
 class Restoring(NamedTuple):
-  """A policy that was restored."""
+  """A restored policy, and what it took to restore the policy."""
 
   params: Params
   seconds: float  # time to restore the policy
@@ -180,7 +180,7 @@ class PolicyReader:
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.
-      PolicyDamagedError: the policy is there, but was damaged for some time.
+      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`.
       CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
@@ -216,7 +216,7 @@ class PolicyReader:
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.
-      PolicyDamagedError: the policy is there, but was damaged for some time.
+      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`.
     """
     try:
       verify_state(self._folder / str(policy.version), params)
@@ -235,7 +235,8 @@ class PolicyReader:
     is_there = is_there and read_name(self._folder, policy.version) in (policy, None)
     if is_there and time.monotonic() - since > DAMAGED_S:
       raise PolicyDamagedError(
-        f"the policy in {folder} is damaged ({error}); start the trainer again, which writes it"
+        f"the policy in {folder} is damaged ({error}); start the trainer again: it rewrites the"
+        " policy"
       ) from error
     if is_there:
       time.sleep(_AGAIN_S)

@@ -92,7 +92,7 @@ class FleetSampler:
     workdir: Workdir,
     has_all: Callable[[], bool],
   ):
-    """Begins the term of this trainer.
+    """Makes samplers follow this trainer from now on; see `RemoteSampler`.
 
     Args:
       settings: the result of `trainer_settings`.
@@ -213,13 +213,14 @@ class ComparedSampler:
     task: Task,
     compare: Callable[..., Compared],
   ):
-    """Binds the objects of a sampler's program.
+    """Keeps the objects of a sampler's program; nothing runs yet.
 
     Args:
       inner: samples and grades the groups.
       policies: the policies that `inner` loads.
       sources, task: sources and task of the run.
-      compare: `agreement.behavior_gaps`, with arguments bound that are equal for all comparisons.
+      compare: `agreement.behavior_gaps`, with the arguments bound that are the same for all
+        comparisons.
     """
     self._inner, self._policies, self._sources, self._task = inner, policies, sources, task
     self._compare_with_trainer = compare
@@ -236,8 +237,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      ForeignGraderError: a problem names a grader in a module, and none of the first problems of
-        this program's task names it.
+      ForeignGraderError: a problem names a grader in a user's module, but no problem among the
+        first ones of this program's task names this grader.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -267,7 +268,7 @@ class ComparedSampler:
     """Does nothing, since nothing runs in the background."""
 
   def _compare(self, group: Group) -> Group:
-    """The group, with the gaps of a comparison unless its policies have been compared before."""
+    """The group, with the gaps of a comparison if one of its policies was not compared before."""
     policies, live = self._policies, self._sources.live
     source = live[group.source]
     versions = {*group.versions} or {0}
@@ -430,7 +431,7 @@ def trainer_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    allowed: the limits of the run that groups from samplers must keep.
+    allowed: the run's limits, which all groups from samplers must respect.
     identity: the result of `identify`.
     deadline_s: `config.generation_deadline_s`.
   """
@@ -549,7 +550,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """The sources, with the checkpoint of another run, if any, that the trainer's run began with.
+  """The sources with which the trainer's run began: the same checkpoint of another run, if any.
 
   Args:
     sources: the sources made from the present configuration.

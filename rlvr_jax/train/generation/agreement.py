@@ -119,8 +119,8 @@ def behavior_gaps(
 
   The trainer's log-probabilities come from the forward pass of updates, over packed rows, see
   `update.agreement.behavior_gap`. Each token is compared under the version that sampled the token.
-  In a group of several versions a mixture's routers choose again, since each version had its own
-  routes for the preceding tokens.
+  In a group of several versions, recorded routes of a mixture of experts are not replayed, since
+  each version had its own routes for the preceding tokens.
 
   Args:
     groups: P groups; only a few groups of every source are compared.
@@ -132,7 +132,8 @@ def behavior_gaps(
     frozen: the parameters that are not trained, on the devices for generation.
     sources, placement, programs: sources, placement and programs of the run.
     mixes_caches: whether the cached keys and values before a token may come from several versions.
-      The gap of such a token is more than rounding: it has a separate metric and is not checked.
+      The gap of a token with mixed caches is more than rounding: it has a separate metric and is
+      not checked.
   Returns:
     agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
     of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and
@@ -209,7 +210,7 @@ def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndar
 
   Args:
     groups: the groups of a draw.
-    version: the version with which the draw began, for groups without versions of this run.
+    version: the version with which the draw began; used if no group has a version of this run.
   """
   versions = {v for group in groups for v in group.versions} or {version}
   has_several = len(versions) > 1 or any("token_versions" in group.arrays for group in groups)

@@ -40,7 +40,7 @@ class Policies:
     Args:
       sources: the sources of the run, which sample with the policies.
       schedule: the schedule of the run.
-      frozen: see the attribute.
+      frozen: the parameters that are not trained, on the devices for generation.
       checksums: the function of this name in `Programs`.
       sync: the result of `make_sync`; None for a fleet, whose samplers are other programs: they get
         the trainer's own parameters.
@@ -117,7 +117,7 @@ class Policies:
     self._trained = {v: compute for v, compute in self._trained.items() if v >= before}
 
   def check(self, batch: Batch, directory: object) -> None:
-    """Raises FingerprintError unless this trainer's policies have sampled a batch.
+    """Raises FingerprintError unless this trainer's policies have sampled this batch.
 
     Args:
       batch: the batch that is to be trained on.

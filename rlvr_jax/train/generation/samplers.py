@@ -1,4 +1,4 @@
-"""Makes the samplers of a run's policy alone: for evaluation, and for the first entropy."""
+"""Makes samplers whose only source is the run's policy: for evaluation and the initial entropy."""
 
 from __future__ import annotations
 

@@ -177,7 +177,9 @@ class Scorer:
   def teach(
     self, batch: TrainBatch, groups: Sequence[Group], current: Params
   ) -> dict[str, np.ndarray]:
-    """The teachers' log-probabilities of the responses and their entropies, at their temperature.
+    """Log-probabilities and entropies of the teachers at each response token.
+
+    The distributions are those at the teachers' temperature.
 
     Args:
       batch: the batch of these groups.

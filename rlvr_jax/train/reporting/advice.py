@@ -62,7 +62,7 @@ def planned_passes(
     schedule, num_updates: schedule and number of updates of the run.
     groups: number of groups sampled for a batch.
     problems: number of training problems.
-    dynamic_sampling: whether more groups are sampled to replace groups that do not count.
+    dynamic_sampling: whether dynamic sampling drops some groups and samples more in their place.
   """
   # A thread samples one batch for each update; otherwise the last refresh is sampled as a whole.
   by_limit = 0 if schedule.threaded or not num_updates else schedule.limit(num_updates - 1)
@@ -123,7 +123,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warns if most responses were truncated, or most dialogues ended undesirably; texts by cause.
+  """Warnings by cause, if most responses were truncated or most dialogues ended undesirably.
 
   Args:
     statistics: the statistics of the batch.
@@ -142,7 +142,7 @@ def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> di
 
 
 def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str]:
-  """Warns if most dialogues end at limits, or if the environment refuses most; texts by cause."""
+  """Warnings by cause, if most dialogues end at limits or the environment refuses most of them."""
   remedies = {
     "turn_limit": "raise config.environment.max_turns",
     "length_limit": "raise config.max_response_length",
@@ -165,7 +165,7 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
 
 
 def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
-  """Warns if this run should repeat a recorded run, but samples other rollouts from a batch on.
+  """Warns if this run should repeat a recorded run, but this batch is the first that differs.
 
   Args:
     recorded: the recorded run that is repeated, or None.
@@ -188,7 +188,7 @@ def on_faults(
   Args:
     samples: records of rollouts.
     which: the name of these rollouts in the text.
-    consequence: what happens to these rollouts; {} in it becomes the outcome.
+    consequence: a text that says what happens to these rollouts, with {} in place of the outcome.
   """
   texts = {}
   for outcome, what in (

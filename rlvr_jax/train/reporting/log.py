@@ -113,7 +113,7 @@ class Clock:
     self._busy: list[float] = []  # seconds of each process without its waits, at the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: idle seconds since the last record, outside of `phases`; seconds of the run."""
+    """Metrics: idle seconds since the last record, in none of `phases`; seconds of the run."""
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began

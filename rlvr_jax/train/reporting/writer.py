@@ -124,7 +124,7 @@ class MetricWriter:
     with report_full_disk(path):
       path.parent.mkdir(exist_ok=True)
     with replace_file(path) as file:
-      named: dict[str, Any] = {**arrays}  # Any: a name may be savez's `allow_pickle`
+      named: dict[str, Any] = {**arrays}  # for type checkers, a key may be savez's `allow_pickle`
       np.savez(file, **named)
 
   def write_stage(self, step: int, length: int) -> None:
@@ -135,7 +135,7 @@ class MetricWriter:
   def written(self, step: int) -> dict[str, Sequence[int]]:
     """Syncs the records to disk; returns JSON for a checkpoint about the records up to a step.
 
-    Later records belong to an update that was prepared but not made.
+    Later records belong to an update that was prepared but not performed.
     """
     found: dict[str, Sequence[int]]
     found = {name: records.written(step) for name, records in self._lines.items()}

@@ -89,7 +89,7 @@ def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[s
     fractions: the other sources' fractions of the groups of a batch, by name.
     num_prompts: P.
   Raises:
-    ValueError: a fraction of P is not an integer, or the fractions sum to more than 1.
+    ValueError: a fraction times P is not an integer, or the fractions sum to more than 1.
   """
   groups = {}
   for name, fraction in fractions.items():
@@ -286,7 +286,7 @@ def other_policy(
     tokenizer: `config.tokenizer`, which must be the same in both runs.
     model: the model of this run.
     mesh: the mesh of generation.
-    step: the step when this run began; None for a new run.
+    step: the checkpoint's step with which this run began; None for a new run.
   Raises:
     ValueError: the folder has no run, the run has no checkpoint of this step, or tokenizers differ.
   """

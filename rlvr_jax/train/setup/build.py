@@ -124,7 +124,7 @@ class Parts:
   teacher_prompts: TeacherPrompts | None  # None: teachers read the policy's prompts
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
-  make_sources: Callable[..., Sources]  # makes the sources again from pins, see `Source.pin`
+  make_sources: Callable[..., Sources]  # makes the sources from given pins, see `Source.pin`
   placement: Placement
   compiler_options: CompilerOptions
   programs: Programs
@@ -156,8 +156,8 @@ def build(
     task: a task to use instead of `config.task`, for problems made by the caller.
     tokenizer: a tokenizer to use instead of `config.tokenizer`.
     mesh: a mesh to use instead of `config.mesh`; for shapes and compilation only.
-    only_samples: whether the parts are for a sampler of a fleet, which needs no memory for an
-      optimizer, but memory for two copies of the policy while it restores a policy.
+    only_samples: whether the parts are for a sampler of a fleet. A sampler needs no memory for an
+      optimizer, but needs memory for two copies of the policy while it restores a policy.
   Raises:
     ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
       to fix it.
@@ -376,12 +376,12 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """Model and mesh for generation: those of updates, unless `config.generation_mesh` is set.
+  """Model and mesh for generation: the ones of updates, unless `config.generation_mesh` is set.
 
   Args:
     settings: `config.generation_mesh`.
     model, mesh: model and mesh of updates.
-    make_model_on: (a mesh, the mesh on which parameters are sharded) → the model on that mesh.
+    make_model_on: (a mesh, the mesh on which parameters are sharded) → the model on the first mesh.
   """
   generation_mesh = make_generation_mesh(settings, mesh)
   if generation_mesh is mesh:
@@ -400,8 +400,8 @@ def make_compared(
   """The model whose log-probabilities are compared with the sampler's.
 
   It is the model of updates if the sampler uses the same devices. Separate devices have only the
-  sampler's copy of the parameters: there the forward pass of updates runs in a layout that splits
-  no key/value head.
+  sampler's copy of the parameters. On these devices the forward pass of updates runs on a mesh that
+  splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -479,8 +479,8 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
   spec = specs.parse("config.task.name", name)
   if spec.arguments:
     raise ValueError(
-      f"config.task.name = {name!r} has arguments; set name = {spec.name!r}, and"
-      f" config.task.kwargs.{next(iter(spec.arguments))} and so on"
+      f"config.task.name = {name!r} has arguments; set name = {spec.name!r}, and set each argument"
+      f" as a field, such as config.task.kwargs.{next(iter(spec.arguments))}"
     )
   spec = spec._replace(arguments=kwargs)
   try:
@@ -493,7 +493,7 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
 
 
 def _field_of(value: object, owner: str, fields: Mapping[str, object]) -> str:
-  """The dotted name of the field that has this text; "" if there is no such field."""
+  """The dotted name of the field whose value is this text; "" if there is no such field."""
   for name, field in fields.items():
     if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):
       return path
@@ -676,7 +676,13 @@ def make_veto(settings: ml_collections.ConfigDict) -> Veto | None:
 def make_optimizer(
   owner: str, settings: ml_collections.ConfigDict, num_updates: int
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-  """(learning rate as a function of the update, optimizer) from the group of fields `owner`."""
+  """(learning rate as a function of the update, optimizer) of a section of the configuration.
+
+  Args:
+    owner: name of the section, such as "config".
+    settings: the section.
+    num_updates: number of updates.
+  """
   field, name = f"{owner}.optimizer", settings.optimizer
   rate = specs.make(
     f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,
@@ -685,7 +691,7 @@ def make_optimizer(
   if not specs.has_parameter(field, optimizer, name, "learning_rate"):
     raise ValueError(
       f"{field} = {name!r} has no parameter learning_rate, so {owner}.learning_rate would have no"
-      " effect; add that parameter, a function of the update"
+      " effect; add the parameter, which gets the learning rate as a function of the update"
     )
   run_values = dict(learning_rate=rate, num_updates=num_updates)
   made = specs.make(field, optimizer, name, optax.GradientTransformation, **run_values)

@@ -75,8 +75,8 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     if tokens > MAX_INT32:
       raise ValueError(
         f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
-        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
-        f" batch may have {MAX_INT32}; lower one of these fields"
+        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, but a"
+        f" batch may have at most {MAX_INT32}; lower one of these fields"
       )
 
 
@@ -191,7 +191,7 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
   recorded, engine = schedule.recorded, sources[0].engine
   drawn = recorded.drawn(0) if recorded is not None and recorded.versions else None
   if recorded is None or engine is None or drawn is None:
-    return  # without these settings the run was recorded by an earlier version of this package
+    return  # runs of earlier versions of this package have no record of these settings
   settings = engine.settings
   for name, own, theirs in (
     ("fleet.new_weights", new_weights, drawn.new_weights),
@@ -257,7 +257,7 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
 def check_recorded_rewards(
   config: ml_collections.ConfigDict, method: Method, sources: Sources
 ) -> None:
-  """Raises ValueError if rewards must be 0 or 1, but rewards of another run may differ.
+  """Raises ValueError if rewards must be 0 or 1, but a recorded run may have other rewards.
 
   Args:
     config: the configuration of the run.
@@ -291,7 +291,8 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
 def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Fields of the machine change rounding; `restore.find_resumable` then prints what changed.
+  Fields that describe the machine, such as `mesh`, change only rounding; `restore.find_resumable`
+  then prints what changed.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]

@@ -1,4 +1,4 @@
-"""Traces components on shapes, so that a mistake in them gives one line before compilation."""
+"""Traces components on shapes, so that a mistake gives a one-line error before compilation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_update(
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
     teacher: shapes, from `programs.abstract_teacher`.
     has_turns: whether rollouts are dialogues.
-    num_rewards: K, the number of graders whose scores the groups have by name.
+    num_rewards: K, the number of graders whose scores are in `rewards_by_name`.
   """
   state, frozen = placement.state, placement.frozen
   sizes: dict[str, Any] = dict(has_turns=has_turns, num_rewards=num_rewards)

@@ -98,8 +98,8 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   """The arguments; if they lack --config, the configuration of the run that they name is added.
 
   The run may be given as RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP; --config becomes
-  RUN/config.json. For a view --config becomes the base, with which the view compares the run's
-  configuration.
+  RUN/config.json. For --mode=view, --config becomes the recipe base.py instead, with which the view
+  compares the run's configuration.
   """
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
   if mode == "view" and not _value_of("config", argv):
@@ -117,7 +117,7 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   recipe = next((file for file in files if file.exists()), None)
   if recipe is None:
     raise ValueError(
-      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
+      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder that has a"
       f" {_OF_A_RUN}; add --config=FILE"
     )
   return [argv[0], f"--config={recipe}", *argv[1:]]
@@ -224,7 +224,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 
 
 def _needed_type(message: str) -> str:
-  """The flag libraries' message; the type that a value must have replaces Python's error."""
+  """The flag libraries' message, in which the needed type replaces a known error of Python."""
   for pythons, needed in _NEEDED:
     before, separator, _ = message.partition(f": {pythons}")
     if separator:
@@ -367,7 +367,7 @@ def _file_flag(argv: Sequence[str]) -> str:
 
 
 def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, object]) -> str | None:
-  """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
+  """A message if a flag sets a part of a field that is a string, such as learning_rate.peak."""
   for path in given:
     node: object = config
     *names, _ = path.split(".")
@@ -412,8 +412,8 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
     config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
-    ValueError: the task is unknown or does not take the keyword, or only a part of a keyword is
-      set.
+    ValueError: the task is unknown or does not take the keyword, or a field is set of a keyword
+      without a value.
   """
   task, name = config.task, str(given.get("task.name", config.task.name))
   another = name != task.name
@@ -455,7 +455,10 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
   if not isinstance(listed, ConfigDict) or all(field in listed for field, *_ in paths):
     return
   if inner := [".".join(path) for path in paths if len(path) > 1]:
-    raise ValueError(f"config.model.overrides.{inner[0]}: a field of a network has no fields")
+    raise ValueError(
+      f"config.model.overrides.{inner[0]}: a field of a network has no fields of its own; set"
+      f" config.model.overrides.{inner[0].partition('.')[0]}"
+    )
   missing = [field for field, *_ in paths if field not in listed]
   # Here, so that other command lines do not wait for the imports.
   from rlvr_jax.models.presets import check_overrides

@@ -75,7 +75,7 @@ class Engines:
     shape: the shape of the largest batch.
     tokenizer: the tokenizer of the run.
     trainer: the trainer of the run.
-    batches: number of batches that are sampled in one refresh.
+    batches: number of batches that are sampled in one refresh, between two policies.
     deadline_s: seconds without progress after which the process ends.
     compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.
@@ -101,7 +101,7 @@ class Engines:
       model: the model on the mesh for generation.
       sampling: the distribution to sample from.
       prompts: the number of prompts in a batch; by default as many as in the largest batch.
-      batches: number of batches that are sampled as one stream; by default as many as in a refresh.
+      batches: number of batches that share the slots; by default as many as in a refresh.
     Raises:
       ValueError: the devices have no memory for a slot.
     """
@@ -163,7 +163,7 @@ def choose_slots(
 ) -> int:
   """The configured number of slots, or one per response, or fewer if the memory is too small.
 
-  With more slots a stream takes fewer steps, and every step reads the weights once for all slots.
+  With more slots, sampling takes fewer steps, and every step reads the weights once for all slots.
   Devices that do not report their memory get slots for one batch.
 
   Args:
@@ -172,7 +172,7 @@ def choose_slots(
     model: the model on the mesh for generation.
     trainer: the trainer of the run.
     limit: bytes of memory of a device; None: the memory that the device reports.
-    batches: number of batches that are sampled as one stream.
+    batches: number of batches that share the slots.
     cache: "blocks" or "pages", the result of `caches.choose_cache`.
     cache_format: `config.sampling.cache_format`.
     has_replies: whether rollouts are dialogues.
@@ -200,8 +200,8 @@ def choose_slots(
     raise ValueError(
       f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys, values and"
       f" logits, a device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the"
-      " parameters. Lower the field, or raise config.mesh.fsdp or config.mesh.tensor; --mode=fits"
-      " shows what a configuration takes"
+      " parameters. Lower the field named first, or raise config.mesh.fsdp or config.mesh.tensor;"
+      " --mode=fits shows what a configuration takes"
     )
   return configured or min(slots, batches * shape.responses)
 

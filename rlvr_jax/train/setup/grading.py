@@ -80,7 +80,7 @@ class _Graders(NamedTuple):
     return WEIGHTED if self.extra else self.main
 
   def change(self, problem: Problem) -> Problem:
-    """The problem with the reference for `grader`."""
+    """The problem, with its reference in the form that `grader` takes."""
     # In a mixture of tasks, the wrapped reference is for `by_reference` only.
     own = problem.own_reference
     reference = problem.reference if self.main == BY_REFERENCE else own
@@ -101,8 +101,8 @@ class _Graders(NamedTuple):
 def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task: Task) -> Task:
   """The task with the graders of the configuration.
 
-  If the graders of training and of held-out problems differ, the references name them, so that one
-  pool serves both.
+  If the graders of training and of held-out problems differ, each problem's reference names its
+  grader, so that one pool serves both.
 
   Args:
     settings: `config.grading`, the graders of training.
@@ -139,7 +139,7 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
 
 
 def _check(field: str, text: str) -> str:
-  """A grader's string in a canonical form; "" for none. Raises ValueError if it is invalid."""
+  """A grader's string in canonical form, or "" if it is empty; ValueError if it is invalid."""
   return str(parse_grader(field, text)) if text else ""
 
 
@@ -189,7 +189,8 @@ def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Tas
   """Grades an answer to the first problem; a grader that fails here may fail on all problems.
 
   Raises:
-    GraderStartError: the grader failed, and config.grading.outcomes gives failures no reward.
+    GraderStartError: the grader failed, and config.grading.outcomes masks rollouts whose grader
+      failed.
   """
   if outcome_policy[Outcome.CRASHED] != MASK:
     return
@@ -228,7 +229,7 @@ def announce_partial_credit(
 
 
 def _may_score_partly(text: str) -> bool:
-  """Whether a grader may give wrong answers a score, as any grader of a user's own may."""
+  """Whether a grader may give wrong answers a score; assumed of any user's own grader."""
   spec = parse_grader("grader", text)
   known = spec.name in (WEIGHTED, "reasoning_gym") or spec.arguments.get("reward") == "fraction"
   return known or ":" in spec.name
@@ -249,7 +250,7 @@ def _graders_of(grader: str, sources: Sequence[ProblemSource]) -> list[str]:
 
 
 def named_graders(grader: str, reference: Mapping[str, Any]) -> list[str]:
-  """The graders that a reference names, if `grader` is one that reads names from references."""
+  """The graders that a reference names, if `grader` is `BY_REFERENCE` or `WEIGHTED`; else []."""
   if grader not in (BY_REFERENCE, WEIGHTED):
     return []
   parts = [reference] if grader == BY_REFERENCE else reference["parts"]
@@ -327,7 +328,7 @@ def _environment_pool(
 
   Args:
     settings: `config.environment`.
-    pool: grades for environments that ask for a verdict.
+    pool: the grader pool, for environments that ask for a grade.
   Raises:
     EnvironmentStartError: the environment cannot work here.
   """

@@ -38,8 +38,9 @@ def describe_long_texts(
 
   Args:
     checkpoint: a folder in Hugging Face's layout, which states the supported length; "" for none.
-    shape: sizes of the largest batch, as this network reads it.
-    network: field and value that name the network in the warning; None: `config.model.checkpoint`.
+    shape: sizes of the largest batch, with the prompt length of this network.
+    network: a text "field = value" that names the network in the warning; None:
+      `config.model.checkpoint` and its value.
     prompts: the field that limits the prompts.
   """
   longest = longest_text(checkpoint) if checkpoint else None
@@ -115,8 +116,8 @@ def _drop(
   """The problems of a source whose prompts fit the limit."""
   if len(source) > _MAX_MEASURED:
     raise ValueError(
-      f"config.prompts.too_long would have to measure {len(source)} problems of {name}"
-      f" before the run; at most {_MAX_MEASURED} are allowed; set it to 'error'"
+      f"config.prompts.too_long needs the lengths of all {len(source)} problems of {name} before"
+      f" the run, but at most {_MAX_MEASURED} are measured; set config.prompts.too_long = 'error'"
     )
   short: ProblemSource
   short = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)

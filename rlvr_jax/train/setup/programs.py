@@ -276,12 +276,12 @@ def least_row_length(kind: str, shape: BatchShape) -> int:
 def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mesh) -> RowLayout:
   """The row layout of a training batch for an implementation of attention.
 
-  By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
-  computed once in each row that has rollouts of it. On TPUs the last micro-batches may have short
-  rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
+  By default a row has room for eight times as many response tokens as prompt tokens, since a prompt
+  is computed once in each row that has rollouts of it. On TPUs the last micro-batches may have
+  short rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
 
   Args:
-    settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, a micro-batch has
+    settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, it becomes the result of
       `most_places`.
     shape: the shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
@@ -342,7 +342,7 @@ def abstract_batch(
     has_teachers: whether groups have one of several teachers.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether the batch has the scores of turns.
-    num_rewards: K, the number of graders whose scores the batch has by name.
+    num_rewards: K, the number of graders whose scores are in `rewards_by_name`.
     routes: shape and dtype of a token's recorded routes, see `TransformerConfig.routes`; None if
       routes are not recorded.
   """
@@ -399,7 +399,7 @@ def abstract_update_batch(
     method, placement: method and placement of the run.
     shape: the shape of a training batch.
     has_turns: whether rollouts are dialogues.
-    num_rewards: K, the number of graders whose scores the groups have by name.
+    num_rewards: K, the number of graders whose scores are in `rewards_by_name`.
   """
   needs = method.advantage.needs
   return abstract_batch(

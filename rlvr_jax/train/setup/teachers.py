@@ -140,8 +140,9 @@ def make_teaching(
     vocab_size: V.
     loss: `config.loss`, and the loss that it names.
   Raises:
-    ValueError: there is a teacher without distillation or the other way round, a number is out of
-      range, or the loss takes one coefficient per response where each token has its own.
+    ValueError: there is a teacher without distillation or distillation without a teacher, a number
+      is out of range, fields do not go together, or the distillation gives each token its own
+      advantage, but the loss takes one coefficient per response.
   """
   made = specs.make("config.distillation", distillation, name, distillation.Distillation)
   if not made.distills:
@@ -158,7 +159,8 @@ def make_teaching(
   if not settings.weight and settings.reward_weight != 1:
     raise ValueError(
       f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, but a teacher of"
-      " weight 0 is only measured, beside a plain update; set weight above 0, or reward_weight = 1"
+      " weight 0 only adds metrics and leaves rewards at weight 1; set weight above 0, or"
+      " reward_weight = 1"
     )
   temperature = settings.temperature
   if temperature is None:
@@ -188,7 +190,7 @@ def make_teaching(
     raise ValueError(
       f"config.distillation = {name!r} compares whole distributions in the update: it needs one"
       f" teacher, which reads the policy's prompt; set config.teacher.{field} ="
-      f" {() if named else ''!r}, or choose a form of sampled tokens, such as 'opd'"
+      f" {() if named else ''!r}, or choose a form that compares only sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
   return Teaching(made, settings.weight, settings.reward_weight, temperature, names)
@@ -256,13 +258,13 @@ def check_recorded_texts(
   if settings[field] and recorded:
     raise ValueError(
       f"config.teacher.{field} = {settings[field]!r} is a field of the problems that this run"
-      f" draws, but config.sources.recorded.fraction = {recorded} takes rollouts without it; leave"
-      " one of the two unset"
+      f" draws, but the rollouts of config.sources.recorded.fraction = {recorded} lack this field;"
+      " leave one of the two unset"
     )
   if settings.privileged and environment:
     raise ValueError(
-      f"config.teacher.privileged = {settings.privileged!r} belongs in the prompt, which"
-      f" config.environment.name = {environment!r} writes; set one of them to ''"
+      f"config.teacher.privileged = {settings.privileged!r} must be put into the prompt, but"
+      f" config.environment.name = {environment!r} writes the prompt; set one of them to ''"
     )
 
 
@@ -291,7 +293,8 @@ def make_prompts(
   if layout.length > longest_row:
     raise ValueError(
       f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} positions with"
-      f" config.max_response_length, but attention takes {longest_row:g}: lower one of these fields"
+      f" config.max_response_length, but attention takes rows of at most {longest_row:g}: lower one"
+      " of these fields"
     )
   return TeacherPrompts(tokenizer, settings.prompt, length, layout)
 

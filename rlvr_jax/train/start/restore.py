@@ -37,11 +37,11 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The sources, with the same checkpoint and batches of other runs as when this run began.
+  """The sources, with the checkpoint and batches of other runs with which this run began.
 
   Args:
     sources: the sources made from the present configuration.
-    make_sources: makes sources from pins, the `Source.pin` of each source by name.
+    make_sources: makes sources again; takes `pins`, the `Source.pin` of each source by name.
     workdir: the workdir of the run.
   Raises:
     StoreError: a checkpoint or batch no longer exists.

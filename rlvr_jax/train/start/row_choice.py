@@ -82,7 +82,7 @@ def choose_row_layout(
     return [_Count(-(-number // step), 0, used) for number, used in rows]
 
   def judge(layout: RowLayout) -> tuple[float, float]:
-    """(computed positions per used position, for the worst growth; cost of an update)."""
+    """(computed positions per used position, at the worst of `_GROWTHS`; cost of an update)."""
     counts = count(layout)
     places = np.array([layout.count_places(x.micro_batches, x.short) for x in counts])
     padding = (places / [x.used for x in counts]).reshape(len(_GROWTHS), -1).mean(1)
@@ -155,8 +155,8 @@ def _overhead(mesh: Mesh | AbstractMesh, width: int) -> float:
   """The fixed cost of a micro-batch, as the number of positions that take the same time.
 
   Each micro-batch reads the weights and adds its gradient to the sum. A CPU of two cores computes
-  some 50 positions in that time, for any network; the term in `width` is for small matrix products,
-  which use only one core. An H100 or a TPU v5p moves 28 bytes for each parameter in the time of 300
-  to 500 positions, at 6 FLOPs per parameter and position.
+  some 50 positions in that time, for any network. The term with `width` is added since small matrix
+  products use only one core. An H100 or a TPU v5p takes as long to move 28 bytes per parameter as
+  to compute 300 to 500 positions, at 6 FLOPs per parameter and position.
   """
   return 48 + 2**14 / width if sharding.is_on_cpu(mesh) else 512

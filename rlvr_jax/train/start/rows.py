@@ -28,7 +28,7 @@ ROWS_FILE = "rows.json"
 def read_rows(workdir: Path) -> RowTokens | None:
   """The rows with which a run began; None if its first batch has not chosen rows yet.
 
-  Without rows.json the fields of config.json apply, in which older versions recorded the rows.
+  Older versions recorded the rows in config.json: its fields apply if there is no rows.json.
 
   Raises:
     WorkdirError: the record is damaged.
@@ -81,13 +81,15 @@ class RunRows:
     """Takes the rows that are configured, or else recorded.
 
     Args:
-      placement: the placement of the run, with the rows that are configured, or rows for any batch.
+      placement: the placement of the run, with the configured rows, or with rows that fit any
+        batch.
       shape: the shape of a training batch.
       network: settings of the policy's network.
       has_first_phase: see `Method`.
       configured: the fields of `config.batch`.
       recorded: the result of `read_rows`.
-      record: called on the first process with the rows that the first batch chooses, before use.
+      record: called on the first process with the rows chosen for the first batch, before these
+        rows are used.
     """
     self._planned, self._shape, self._network = placement, shape, network
     self._has_first_phase, self._record = has_first_phase, record

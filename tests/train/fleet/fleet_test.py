@@ -387,7 +387,8 @@ def test_what_a_crash_damages_is_made_up_for(tmp_path):
     flip(array)
     sampler = fleet.sampler()
     assert sampler.end() == 1 and "is damaged" in sampler.text()
-    assert trainer.end() == 1 and "start the trainer again, which writes it" in trainer.text()
+    message = "start the trainer again: it rewrites the policy"
+    assert trainer.end() == 1 and message in trainer.text()
     for path in workdir.glob("fleet/*/*"):
       if path.parent.name != "terms":  # the marks of former trainers are not read again
         flip(path)

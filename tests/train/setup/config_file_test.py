@@ -92,7 +92,7 @@ def test_a_wrong_field_or_value_is_named(argument, word):
     (["--config.grading.grader.seconds=3"], "set it as one string"),
     (["--config.model.overrides.compute_type=bfloat16"], "did you mean one of ['compute_dtype']"),
     (["--config.model.overrides.rope_scaling=3"], "is a RopeScaling | YarnScaling"),
-    (["--config.model.overrides.head_dim.x=3"], "a field of a network has no fields"),
+    (["--config.model.overrides.head_dim.x=3"], "a field of a network has no fields of its own"),
   ],
 )
 def test_a_wrong_keyword_of_a_component_is_named(arguments, word):
@@ -200,7 +200,10 @@ def test_a_sampler_waits_for_the_run_of_its_trainer(tmp_path, capsys, monkeypatc
 
 
 def test_no_run_and_no_configuration(tmp_path):
-  for checkpoint, told in ((tmp_path / "a/b/c", "in no run's folder"), ("s3://b/run", "bucket")):
+  for checkpoint, told in (
+    (tmp_path / "a/b/c", "in no run's folder that has"),
+    ("s3://b/run", "bucket"),
+  ):
     with pytest.raises(ValueError, match=rf"--checkpoint.*{told}"):
       arguments_for("--mode=export", f"--checkpoint={checkpoint}")
 
