@@ -27,7 +27,7 @@ _WIDE = ("scale", "log_rate", "decay_bias")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:
-  """Returns `trained`; this function is `Model.combine` if no parameters are frozen."""
+  """Returns `trained`. If no parameters are frozen, this function is `Model.combine`."""
   del frozen
   return trained
 
@@ -79,12 +79,12 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     first_norm = "attention_norm" if config.pre_norm else "post_attention_norm"  # in all layers
     number = len(jax.tree.leaves(blocks[first_norm])[0])
     layers = range(config.num_layers)
-    single = [dict.fromkeys(STACKS, 0)]  # it lies in the first rows, whatever its kind
+    single = [dict.fromkeys(STACKS, 0)]  # a lone layer is row 0 of its stacks, whatever its kind
     rows = single if number == 1 else [rows_of(layer, config.kinds) for layer in layers]
     return {**params, "blocks": tuple(take_rows(blocks, of_layer) for of_layer in rows)}
 
   def on_layers(method):
-    """Makes a function of decoding params from a method of `Transformer` that takes layers."""
+    """Turns a `Transformer` method that takes layers into a function of decoding params."""
 
     def apply(params, *args):
       layers = [nnx.merge(layer_graphs[kind_of(x)], x) for x in params["blocks"]]

@@ -2,7 +2,7 @@
 
   python -m rlvr_jax.models.gguf model.gguf checkpoints/model
 
-The file may be within a zip, such as a wheel of a package index. `config.model.checkpoint` and
+The file may be in a zip archive, such as a Python wheel. `config.model.checkpoint` and
 `config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
 round even 4-bit weights: each weight is a small integer times the float16 scale of its block, in
 some formats plus a float16 offset.
@@ -168,12 +168,12 @@ def _first_bytes(path: pathlib.Path) -> bytes:
 
 
 def _read(path: pathlib.Path, source: Any) -> tuple[GGUFReader, dict[str, Any]]:
-  """Reads a file's header; returns a reader, which has the file's tensors, and the metadata."""
+  """Reads a file's header; returns (reader of the file's tensors, metadata by key)."""
   gguf, _ = import_libraries()
   if (first := _first_bytes(path)) != b"GGUF":
     raise ValueError(
-      f"{source} is neither a GGUF file, which begins with b'GGUF', nor a zip with one: it begins"
-      f" with {first!r}; name another file, or download it again"
+      f"{source} is neither a GGUF file, which begins with b'GGUF', nor a zip with a GGUF file: the"
+      f" file begins with {first!r}; name another file, or download it again"
     )
   try:
     reader = gguf.GGUFReader(path)
@@ -188,12 +188,12 @@ def _read(path: pathlib.Path, source: Any) -> tuple[GGUFReader, dict[str, Any]]:
 
 def _require(metadata: Mapping[str, Any], key: str, source: Any) -> Any:
   if key not in metadata:
-    raise ValueError(f"{source} lacks the metadata {key}; take another file of this model")
+    raise ValueError(f"{source} lacks the metadata {key}; use another GGUF file of this model")
   return metadata[key]
 
 
 def _check_known(source: Any, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises ValueError unless the file's `value` of the setting `name` is one of `allowed`."""
+  """Raises ValueError unless `value`, the file's setting `name`, is one of `allowed`."""
   if value not in allowed:
     raise ValueError(
       f"{source}: {name} is {value!r}, but only {', '.join(map(str, allowed))} can be converted;"
@@ -256,7 +256,7 @@ def _network(metadata: Mapping[str, Any], names: Collection[str], source: Any) -
 def _published_tensors(
   tensors: Sequence[ReaderTensor], config: TransformerConfig, source: Any
 ) -> dict[str, ReaderTensor]:
-  """Published name → tensor of a file, in the order in which the tensors are written."""
+  """Hugging Face's name → GGUF tensor, in the order in which the tensors are written."""
   for tensor in tensors:
     _check_known(
       source, f"the quantization of {tensor.name}", tensor.tensor_type.name, QUANTIZATIONS
@@ -277,7 +277,7 @@ def _published_tensors(
 
 
 def _published_name(name: str) -> str:
-  """The published name of a file's tensor; an unknown tensor keeps its name."""
+  """Converts a GGUF tensor's name to Hugging Face's; an unknown tensor keeps its name."""
   module = name.removesuffix(".weight")
   if module in _MODULES:
     return _MODULES[module]
@@ -303,10 +303,10 @@ def _arrays(tensors: Mapping[str, ReaderTensor], head_dim: int) -> Iterator[np.n
 
 
 def _order_by_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
-  """Orders the rows of a query or key kernel as the published rotation needs them.
+  """Reorders the rows of a query or key kernel for Hugging Face's rotary embedding.
 
   Angle i rotates rows 2i and 2i + 1 of a head in a GGUF file of this architecture, and rows i and
-  i + head_dim / 2 in a published checkpoint. Rows can be moved, since each is quantized by itself.
+  i + head_dim / 2 in Hugging Face's checkpoints. Rows can be moved, since each is quantized alone.
   """
   pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
   return pairs.swapaxes(1, 2).reshape(rows.shape)
@@ -348,7 +348,7 @@ def _small_files(
 def _tokenizer(
   metadata: Mapping[str, Any], ids: Mapping[str, int], source: Any
 ) -> tokenizers.Tokenizer:
-  """The byte-level byte-pair encoding of a file; `ids` has the ids of bos, eos, pad, unk."""
+  """The file's byte-level BPE tokenizer; `ids` has the ids of bos, eos, pad and unk."""
   require = lambda name: _require(metadata, f"tokenizer.ggml.{name}", source)
   _check_known(source, "tokenizer.ggml.model", require("model"), ("gpt2",))
   _check_known(source, "tokenizer.ggml.pre", require("pre"), PRE_TOKENIZERS)

@@ -117,9 +117,10 @@ def checkpoint_family(directory: str | os.PathLike[str]) -> str:
 def open_tensors(
   directory: str | os.PathLike[str], abstract_params: Params, config: TransformerConfig
 ) -> dict[str, Tensor]:
-  """Opens and checks the tensors of a checkpoint directory; returns them by their usual names.
+  """Opens and checks the tensors of a checkpoint directory; returns usual name → tensor.
 
-  Reads no weights yet, except a tied head that was saved beside the embedding.
+  `huggingface_tensors` defines usual names. No weights are read yet, except a tied head that was
+  saved beside the embedding.
 
   Raises:
     FileNotFoundError, ValueError: the errors of `load_params` that come before weights are read.
@@ -149,7 +150,7 @@ def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
 
 
 def _first_difference(a: Tensor, b: Tensor) -> str | None:
-  """Words for a message that say where two matrices differ first; None if they are equal."""
+  """Says where two matrices differ first, for a message; None if they are equal."""
   if a.shape != b.shape:
     return f"in shape, {a.shape} and {b.shape}"
   rows, width = a.shape
@@ -187,7 +188,7 @@ def _check_tensors(
       f" {CONFIG} belongs to this checkpoint"
     )
   for name in published:
-    _ = tensors[name].dtype  # raises ValueError if it cannot be read
+    _ = tensors[name].dtype  # raises ValueError if the dtype cannot be read
 
 
 def _first_names(names: list[str]) -> str:
@@ -257,7 +258,10 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 def _blocks(
   tensor: Tensor, rows: tuple[int, int], block_bytes: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields (first row, rows) of each block; all have one size, so that one program inserts them."""
+  """Yields each block's first row and its rows.
+
+  All blocks have one size, so that one compiled program can insert each of them.
+  """
   first, last = rows
   size = _block_rows(tensor.shape, tensor.dtype, last - first, block_bytes)
   for start in range(first, last, size):

@@ -130,7 +130,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     c["head_dim"] = _check_size(owner, "hidden_size", c["hidden_size"]) // heads
   activation = c[family.activation]
   if family.has_query_scale and activation is None:
-    activation = "gelu_pytorch_tanh"  # early files have only hidden_act, which models ignored
+    activation = "gelu_pytorch_tanh"  # early files set only hidden_act; their models ignored it
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   _check_implemented(family, c, owner)
   unrotated = _unrotated_layers(c, owner) if family.has_unrotated_layers else None
@@ -182,8 +182,8 @@ def _check_implemented(family: Family, c: Mapping[str, Any], owner: str) -> None
   unread = [name for name in _NOT_OF_MIXTURES if name not in own and c.get(name)]
   if family.is_mixture and unread:
     raise ValueError(
-      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; the implemented mixtures are"
-      f" {', '.join(MIXTURES)}, which route tokens to experts by a plain softmax"
+      f"{owner}: {unread[0]} = {c[unread[0]]!r} is not implemented; the implemented mixtures"
+      f" of experts route tokens by a plain softmax: {', '.join(MIXTURES)}"
     )
   for name, values in family.allowed.items():
     if c.get(name) is not None and c[name] not in values:
@@ -204,7 +204,7 @@ def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
   if not any(layers):
     raise ValueError(
       f"{owner}: with decoder_sparse_step = {step} and mlp_only_layers = {dense!r}, none of the"
-      f" {count} layers has experts; a network without experts has the model_type 'qwen3'"
+      f" {count} layers has experts; for such a network, set model_type to 'qwen3'"
     )
   return None if all(layers) else layers
 
@@ -257,7 +257,7 @@ def _check_size(owner: str, name: str, value: Any) -> int:
 
 
 def _check_length(owner: str, name: str, values: Sequence[Any], count: int) -> None:
-  """Raises ValueError unless a list with an entry per layer has `count` entries."""
+  """Raises ValueError unless `values`, a list with an entry per layer, has `count` entries."""
   if len(values) != count:
     raise ValueError(f"{owner}: {name} has {len(values)} entries, but num_hidden_layers = {count}")
 
@@ -310,7 +310,7 @@ def _sliding_layers(
     period = _check_size(owner, "sliding_window_pattern", c["sliding_window_pattern"])
     layers = tuple((i + 1) % period != 0 for i in range(count))
   if family.has_full_heads:
-    layers = (*layers[:-1], False)  # the last one never slides, whatever its type
+    layers = (*layers[:-1], False)  # the last layer never slides, whatever its type
   if not any(layers):
     return None
   if window is None:

@@ -83,7 +83,7 @@ def _published_windows(family: Family, config: TransformerConfig) -> dict[str, A
 def _inherited_fields(
   family: str, config: TransformerConfig, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """Fields that do not describe the network, from the source, or else the family's defaults."""
+  """Fields that do not describe the network, copied from `source` or else the family's defaults."""
   base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
   longest = FAMILIES[family].defaults["max_position_embeddings"]
   base |= {"use_cache": True, "max_position_embeddings": longest}
@@ -114,7 +114,10 @@ _NOT_COPIED = (  # fields of the source's config.json
 
 
 def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | None) -> str:
-  """The source's family if that family computes such a network, else the likeliest family."""
+  """The source's family; without a source, the likeliest family for the network.
+
+  Raises ValueError if the source's family cannot represent the network.
+  """
   families = families_of(config)
   if source is None:
     return families[0]

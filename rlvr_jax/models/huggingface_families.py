@@ -1,5 +1,6 @@
-"""The families of networks in Hugging Face checkpoints: one entry each, to read and to write.
+"""The families of networks in Hugging Face checkpoints, one entry each.
 
+A family's entry serves both to read and to write checkpoints.
 Facts about the families, including defaults, come from the configuration classes of the
 `transformers` library; a test compares them.
 """
@@ -79,7 +80,7 @@ class Family(NamedTuple):
 
   @property
   def has_full_heads(self) -> bool:
-    """Whether full layers may have other heads than sliding layers."""
+    """Whether heads of full layers may differ in number or size from those of sliding layers."""
     return "global_head_dim" in self.defaults
 
   @property

@@ -1,5 +1,6 @@
 """The mapping between published tensors and parameters, for checkpoints of all families.
 
+*Published* tensors and modules are those in Hugging Face's checkpoints.
 A tensor's *usual name* is its name in most families, such as
 "model.layers.0.self_attn.q_proj.weight".
 """
@@ -99,7 +100,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def kernel_modules(config: TransformerConfig) -> dict[str, str]:
-  """Kernel's name here, as in `models.lora` → name of its published module within a layer."""
+  """Kernel's name, as in `models.lora` → name of its published module within a layer."""
   names = {
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
@@ -123,7 +124,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no published checkpoint.
+    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
   """
   norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
@@ -156,7 +157,10 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
       continue
     theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
     if theirs is None:
-      raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
+      raise ValueError(
+        f"parameter {'/'.join(path)} is in no checkpoint in Hugging Face's layout; pass a network's"
+        " parameters, with its adapters merged"
+      )
     layers = layers_in(stack_of(path[1]), config.kinds)
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
     if path[1:] in of_experts:
@@ -168,7 +172,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
 class Part(NamedTuple):
   """The tensor of one kernel or bias: a published tensor, or some rows of a published tensor."""
 
-  name: str  # the tensor's usual name, if it were published alone
+  name: str  # the usual name that the tensor would have if it were published alone
   shape: tuple[int, ...]
   rows: npt.NDArray[np.int64] | None  # rows of the published tensor, in order; None: all
 
@@ -187,9 +191,9 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no published checkpoint.
+    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
   """
-  places = {  # of a module within a layer: the module it is published in, and its rows there
+  places = {  # module within a layer → (the published module that contains it, its rows there)
     module: (whole, rows)
     for whole, parts in row_tables(config, family).items()
     for module, rows in parts.items()
@@ -219,9 +223,8 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
   """The published modules of a layer that combine modules of this package, or reorder their rows.
 
   Returns:
-    Name of a published module → names of the modules here that it combines → indices of each
-    module's rows in the published tensor, in this package's order. Every row of a published module
-    is used.
+    Name of a published module → name of each of this package's modules in it → indices: row i of
+    the latter is row indices[i] of the published tensor. Every row of a published module is used.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:
@@ -305,7 +308,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
   If all experts of a layer are saved as one tensor, each expert gets a tensor of its own.
 
   Raises:
-    ValueError: two names name the same tensor.
+    ValueError: two tensors have the same usual name.
   """
   renamed: dict[str, Tensor] = {}
   for name, tensor in _split_experts(tensors):
@@ -316,7 +319,9 @@ def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, T
       usual_name = pattern.sub(prefix, usual_name)
     if usual_name in renamed:
       other = renamed[usual_name].name
-      raise ValueError(f"{directory}: {name!r} and {other!r} name the same tensor")
+      raise ValueError(
+        f"{directory}: {name!r} and {other!r} are names of the same tensor; keep one of the two"
+      )
     if _CONVOLUTION.search(usual_name) and tensor.shape[1:2] == (1,):
       tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], *tensor.shape[2:]))
     renamed[usual_name] = tensor

@@ -18,7 +18,7 @@ class Residual(NamedTuple):
   """Placement of the residual stream [R, L, D] in training; by default on one device."""
 
   keep: Callable[[Array], Array] = identity  # shards the stream between blocks
-  gather: Callable[[Array], Array] = identity  # gathers all tokens of the stream, before kernels
+  gather: Callable[[Array], Array] = identity  # gathers all tokens before a product with kernels
   scatter: Callable[[Array], Array] = identity  # shards a product that is added to the stream
 
 

@@ -57,14 +57,15 @@ class LoraSettings:
 
 
 def init(key: Array, base: Params, settings: LoraSettings) -> Params:
-  """Initializes adapters to no change: A uniform within ±1/√D, B zero.
+  """Initializes adapters that change nothing yet: A is uniform within ±1/√D, B is 0.
 
   Args:
     key: one PRNG key.
     base: the parameters to be adapted, or their shapes.
     settings: rank and targets.
   Returns:
-    {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32; nested as the kernels.
+    {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32, nested like the
+    kernels of `base`.
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
   Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as in the
@@ -97,7 +98,8 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   if targeted := [f"blocks/{x}" for x in by_name if x.startswith("experts/") and is_targeted(x)]:
     raise ValueError(
       f"LoraSettings: targets = {settings.targets!r} matches {targeted[0]}, but adapters of experts"
-      ' and their routers are not supported; target attention alone, as by "blocks/(query|value)$"'
+      " and their routers are not supported; target attention alone, such as"
+      ' "blocks/(query|value)$"'
     )
   is_kernel = lambda name: not name.startswith("experts/") and not name.endswith("_taps")
   kernels = {name: w for name, w in by_name.items() if w.ndim == 3 and is_kernel(name)}

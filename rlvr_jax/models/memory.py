@@ -32,7 +32,7 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
   """Bytes of the copy of the parameters for decoding, which is not sharded along fsdp.
 
   Args:
-    base: all parameters, as for `shard_bytes`, on the mesh that generates.
+    base: all parameters, as for `shard_bytes`, on the mesh that generates rollouts.
     compute_dtype: the dtype of the copy.
   """
 
@@ -77,8 +77,8 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
   """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
 
-  The compiler also keeps operands of element-wise operations, about as many as there are results of
-  products, and, in short rows, the attention scores of all pairs of tokens.
+  The compiler also keeps the operands of element-wise operations, about as many values as matrix
+  products return. In short rows it also keeps the attention scores of all pairs of tokens.
 
   Args:
     config, tokens: see `activation_bytes`.
@@ -120,7 +120,7 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
   sizes = config.delta
   if sizes is None:
     return 0.0
-  states = 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim  # of rollout and prompt
+  states = 2 * sizes.value_heads * sizes.key_dim * sizes.value_dim  # a rollout's, its prompt's
   heads = sizes.value_heads * (CHUNK + sizes.value_dim)
   return tokens * 4 * (states / CHUNK + sum(sizes.channels) + heads)
 
@@ -128,7 +128,7 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
 def output_head_bytes(
   config: TransformerConfig, tokens: float, tensor: int, *, backward: bool = True
 ) -> float:
-  """Bytes of a chunk's float32 logits and of the kernel, and with `backward` of the gradients.
+  """Bytes of a chunk's float32 logits and of the kernel; `backward` adds the gradients of both.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.

@@ -180,8 +180,8 @@ def check_adapters(adapters: Params, settings: LoraSettings, config: Transformer
   if differing:
     raise ValueError(
       f"adapters do not fit the model with rank = {settings.rank} and targets ="
-      f" {settings.targets!r}: {differing} (shape found, shape needed; the first axis is the"
-      " layers'). Use the base and the settings that the adapters were trained with"
+      f" {settings.targets!r}: {differing} (shape found, shape needed; the first axis counts"
+      " layers). Use the base and the settings that the adapters were trained with"
     )
 
 
@@ -208,7 +208,7 @@ class Module(NamedTuple):
 
 
 def _modules(config: TransformerConfig) -> dict[Module, Parts]:
-  """Published module → names of its kernels here → each kernel's rows in the module; None: all."""
+  """Published module → names of its kernels → each kernel's rows in the module; None: all rows."""
   stacks = {name: stack_of(name.split("/")[0]) for name in kernel_modules(config)}
   names = {Module(theirs, stacks[name]): name for name, theirs in kernel_modules(config).items()}
   modules: dict[Module, Parts] = {module: {name: None} for module, name in names.items()}
@@ -226,9 +226,9 @@ def _modules(config: TransformerConfig) -> dict[Module, Parts]:
 def _join(pairs: Mapping[str, Matrices], parts: Parts) -> Matrices:
   """PEFT's matrices of a module in a layer, made from its kernels' matrices.
 
-  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. Another module
-  has A [k·R, D] and B [rows, k·R] with a block for each of the module's k kernels. The block of a
-  kernel that is not adapted is 0.
+  A module with one kernel, or with one adapted kernel, has A [R, D] and B [rows, R]. A module with
+  several adapted kernels has A [k·R, D] and B [rows, k·R], with a block for each of the module's k
+  kernels. The block of a kernel that is not adapted is 0.
   """
   some = next(iter(pairs.values()))
   none = np.zeros_like(some["a"]).T
@@ -363,8 +363,8 @@ def _adapted_modules(
   if needed != set(tensors):
     missing, extra = sorted(needed - set(tensors)), sorted(set(tensors) - needed)
     raise ValueError(
-      f"{path}: the adapters of {sorted({module.name for module in adapted})} must be given for"
-      f" each of the model's {config.num_layers} layers that has the module; missing"
+      f"{path}: adapters of {sorted({module.name for module in adapted})} must be given for every"
+      f" one of the model's {config.num_layers} layers that has the module; missing"
       f" are {missing[:3]}, extra are {extra[:3]}"
     )
   return adapted

@@ -248,7 +248,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets; None does not set a field of `_OF_COMPUTING`."""
+  """The fields that `model["overrides"]` sets; None leaves a field of `_OF_COMPUTING` unset."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 
@@ -257,9 +257,8 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   """The settings of the network that a configuration's `model` section describes.
 
   Args:
-    model: `preset`, the name of a shape, "" for the checkpoint's shape; `checkpoint`, a folder in
-      Hugging Face's layout, "" for none; `overrides`, fields that replace fields of the preset or
-      checkpoint.
+    model: `preset` names a shape; "" takes the checkpoint's shape. `checkpoint` is a folder in
+      Hugging Face's layout; "" is none. `overrides` replaces fields of the preset or checkpoint.
   Raises:
     ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another
       shape.
@@ -271,8 +270,8 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   of_computing = {field: value for field, value in overrides.items() if field in _OF_COMPUTING}
   if not name and len(of_computing) < len(overrides):
     raise ValueError(
-      f"config.model.overrides = {overrides} would change the function of config.model.checkpoint"
-      f" = {checkpoint!r}; with a checkpoint only {list(_OF_COMPUTING)} may be set"
+      f"config.model.overrides = {overrides} would change what config.model.checkpoint ="
+      f" {checkpoint!r} computes; with a checkpoint only {list(_OF_COMPUTING)} may be set"
     )
   try:
     of_checkpoint = checkpoint_config(checkpoint, **{"remat": _REMAT_OF_CHECKPOINTS} | of_computing)

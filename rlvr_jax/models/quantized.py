@@ -87,10 +87,10 @@ def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Mo
   Args:
     model: the model of the parameters that were quantized.
     format: one of `FORMATS`.
-    decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16; otherwise
-      s·q in the compute dtype, dequantized once before, which is faster on CPUs.
+    decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16. Otherwise
+      it reads s·q in the compute dtype, dequantized once beforehand, which is faster on CPUs.
   Returns:
-    The model; `init` gives the shapes that `decoding_params` converts.
+    The adapted model. Its `init` has the shapes that the given `model.decoding_params` takes.
   Raises:
     ImportError: qwix, the extra `quantized`, is missing.
   """

@@ -132,7 +132,7 @@ class RotaryTables(NamedTuple):
     return jnp.where(unrotated, 1.0, cosine), jnp.where(unrotated, 0.0, sine)
 
   def at(self, index: Array) -> RotaryTables:
-    """Selects the tables of tokens at `index` of the first axis, i32[...]."""
+    """Selects the tables' entries at `index`, i32[...], along the first axis."""
     return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), self)
 
 

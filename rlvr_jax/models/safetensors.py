@@ -50,8 +50,8 @@ class Tensor:
   shape: tuple[int, ...]
   path: str  # the file's path, for messages
   view: Any = dataclasses.field(repr=False)  # the library's slice, which reads when indexed
-  before: tuple[int, ...] = ()  # indices into the view's leading axes, which `shape` leaves out
-  first: int = 0  # row of the view at which the tensor begins
+  before: tuple[int, ...] = ()  # indices into the leading axes of `view`; `shape` lacks them
+  first: int = 0  # row of `view` that is row 0 of the tensor
   # i64[rows]: the tensor has only these rows, counted from `first`, in this order; None: all.
   selected: npt.NDArray[np.int64] | None = dataclasses.field(default=None, compare=False)
 
@@ -72,7 +72,7 @@ class Tensor:
   def rows(self, start: int, stop: int) -> np.ndarray:
     """Reads rows [start, stop) of the first axis; raises ValueError as `dtype` does.
 
-    Rows between selected rows are also read.
+    Rows between the `selected` rows are also read, and then dropped.
     """
     dtype = self.dtype
     if self.selected is None:
@@ -195,7 +195,7 @@ def write_checkpoint(
     folder: an existing folder.
     shapes: shapes of the tensors by name.
     dtype: dtype of all tensors.
-    tensors: the tensors, in the order of their shapes.
+    tensors: the tensors, in the order of `shapes`.
     max_shard_bytes: limit on the size of a shard; a larger tensor gets a separate shard.
   """
   sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
@@ -230,6 +230,6 @@ def write_file(
   contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
   with open_to_write(system, path) as local:
     with open(local, "ab"):
-      mode = os.stat(local).st_mode  # as the umask has it; the library's file is its owner's alone
+      mode = os.stat(local).st_mode  # by the umask; the library would admit only the owner
     save_file(contiguous, local, {"format": "pt"})  # required by transformers
     os.chmod(local, mode)

@@ -295,7 +295,7 @@ class TransformerConfig:
 
   @property
   def mixture(self) -> tuple[int, ...]:
-    """The sizes that recorded routes must fit.
+    """The sizes of the mixture of experts, which recorded routes must match.
 
     They are the numbers of layers with experts, of experts, and of experts per token. If some
     layers have no experts, the indices of the layers with experts follow.
@@ -341,7 +341,7 @@ def _normalize(x: Array, epsilon: float) -> Array:
 
 
 class Mixers(NamedTuple):
-  """The functions that mix the tokens of a layer with attention, and of a gated DeltaNet.
+  """The functions that mix a layer's tokens: by attention, or by a gated DeltaNet.
 
   Each returns its results and a carry.
   """
@@ -396,7 +396,7 @@ class Block(_AttentionModule):
   """
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, stacks: Collection[str]):
-    """Makes the parameters of the given `stacks`, for one kind of layer or several kinds."""
+    """Makes only the parameters in `stacks`, which may be those of several kinds of layers."""
     c = self.config = config
     self.is_delta, self.is_sparse = DELTA in stacks, SPARSE in stacks
     self.is_full = FULL in stacks
@@ -689,7 +689,7 @@ class Transformer(nnx.Module):
     """The result of `row_hidden`, and the routing that `_scan_blocks` returns."""
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
-    kind = "reference" if c.attention == "auto" else c.attention  # a run has replaced "auto"
+    kind = "reference" if c.attention == "auto" else c.attention  # a run resolves "auto" before
 
     def mix(heads, slides):
       settings = dict(self._attention_settings(heads, window), slides=slides, kind=kind)
@@ -723,7 +723,8 @@ class Transformer(nnx.Module):
       tokens: i32[R, S], right-padded; results at padding have no meaning.
       lengths: i32[R], tokens of each prompt; None: S. Padding has no expert and no effect on a
         state.
-      attended: keys or values [R, S, K, H] → the keys or values that attention reads.
+      attended: maps keys or values [R, S, K, H] to those that attention reads, such as rounded
+        ones.
     Returns:
       Per layer with attention, keys and values [R, S, K, H]; per gated DeltaNet, the states; and
       the routes of a mixture, i32[R, S, sparse layers, k].
@@ -903,7 +904,7 @@ def _run_loops(
     apply: (x, a layer's parts of the stacks, its kind) → (x, results or None).
     stacks: name → parameters or other values, stacked over the layers of `stack_of(name)`.
     kinds: the kinds of the layers.
-    unroll: layers per iteration; a pattern with more layers is one iteration.
+    unroll: layers per iteration; a longer pattern is still one iteration.
   Returns:
     The last x, and the stacked results of the layers that returned some.
   """
