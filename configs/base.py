@@ -46,8 +46,8 @@ def get_config() -> ConfigDict:
   c.max_response_length = 16  # tokens of a response, stop token included
 
   # checkpoint: folder in Hugging Face's layout, with the weights, and with the shape if preset is
-  # "". The overrides replace fields of TransformerConfig; with a checkpoint only those named here
-  # can be set.
+  # "". The overrides replace fields of TransformerConfig; with a checkpoint only the overrides
+  # listed here can be set.
   c.model = dict(
     preset="tiny",
     checkpoint="",
@@ -107,10 +107,10 @@ def get_config() -> ConfigDict:
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # whether truncated responses leave the loss; they stay in the baseline
   )
-  # How the behavior policy samples. slots: responses sampled at a time, over all devices; 0: all
-  # responses of a refresh that memory allows (on a CPU, of a batch). cache: auto, blocks or pages
-  # (a kernel for TPUs). cache_format: the format of keys and values in blocks; int8, or "" for
-  # model.overrides.compute_dtype.
+  # How the behavior policy samples. slots: responses sampled at a time, over all devices; 0: one
+  # for each response of a refresh (on a CPU: of a batch), or as many as memory allows. cache: auto,
+  # blocks or pages (a kernel for TPUs). cache_format: the format of keys and values in blocks;
+  # int8, or "" for model.overrides.compute_dtype.
   c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0, cache="auto", cache_format="")
   c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # temperature of the trained policy
@@ -164,7 +164,8 @@ def get_config() -> ConfigDict:
   c.max_skipped_in_a_row = 5  # non-finite updates in a row at which the run stops
 
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis; −1: all that are left
-  # Another layout for sampling, on separate devices or on the mesh's; all 0: the mesh itself.
+  # Another mesh for sampling, on devices of its own, or with same_devices on those of mesh;
+  # all 0: mesh itself.
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
   # Options of XLA's compiler as "name=value name=value", such as
@@ -174,7 +175,7 @@ def get_config() -> ConfigDict:
     generation="",  # options of sampling
   )
 
-  c.fleet = dict(  # schedules in real time, and samplers as programs: docs/fleet.md
+  c.fleet = dict(  # the schedule asynchronous, and samplers as separate programs: docs/fleet.md
     samplers=False,  # rollouts come from programs with --mode=sample and this --workdir
     # what a response does when newer weights come: finish, switch, recompute; docs/staleness.md
     new_weights="finish",
@@ -224,8 +225,9 @@ def get_config() -> ConfigDict:
       environment_failed="mask",
     ),
   )
-  # What answers the policy's turns, so that a rollout is a dialogue; max_response_length counts all
-  # turns. name: a component such as "python(limit_s=5.0)"; "": a rollout is one turn.
+  # The environment that answers the policy's turns, so that a rollout is a dialogue;
+  # max_response_length counts all turns. name: a component such as "python(limit_s=5.0)"; "": a
+  # rollout is one turn.
   c.environment = dict(
     name="",
     max_turns=8,  # turns of the policy

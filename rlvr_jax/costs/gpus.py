@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """The figures of a GPU that XLA needs: published figures and those of CUDA's tables."""
+  """The figures of a GPU that XLA needs; the comment on `_H100` has their sources."""
 
   name: str
   capability: tuple[int, int]

@@ -112,7 +112,7 @@ def _of_known_form() -> Iterator[None]:
     raise
   except (IndexError, KeyError, ValueError) as error:
     raise CostsError(
-      "the compiler writes programs in a form that is not known:"
+      "cannot parse the compiler's program text, which has an unknown form:"
       f" {type(error).__name__}: {str(error)[:200]}"
     ) from error
 
@@ -187,7 +187,9 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
     elif current is not None and " = " in line:
       match = _INSTRUCTION.match(line)
       if match is None:
-        raise CostsError(f"a line in a form that is not known: {line[:200]}")
+        raise CostsError(
+          f"cannot parse the compiler's program text, which has an unknown form: {line[:200]}"
+        )
       root, name, shape, opcode, rest = match.groups()
       # Some versions print an operand's shape before its name.
       operands = re.findall(r"%([^\s,()]+)", re.split(r"\)(?:, |$)", rest, maxsplit=1)[0])
@@ -354,8 +356,8 @@ class _Program:
     of, mark, index = name.rpartition("#")
     if not mark:
       raise CostsError(
-        f"the program has an operand %{name[:200]} that no earlier instruction defines: the"
-        " compiler writes programs in a form that is not known"
+        "cannot parse the compiler's program text, which has an unknown form: no earlier"
+        f" instruction defines the operand %{name[:200]}"
       )
     return _element(self._shape(computation, of), int(index))
 

@@ -31,7 +31,7 @@ class Body(NamedTuple):
   command_buffers: int
   copies_to_host: int
   iterations: int | None  # largest number of iterations; None: it depends on the data
-  waits: bool  # whether the host asks the device before each iteration whether the loop goes on
+  waits: bool  # whether the host reads the loop's condition from the device before each iteration
   runs: int  # times that the body runs; a loop of unknown length counts as one iteration
 
 
@@ -80,7 +80,10 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
         now["launches"] += buffer_indent is None
         now["copies_to_host"] += bool(_TO_HOST.search(kind))
   if len(counts) - 1 != len(loops):
-    raise ValueError(f"the program has {len(loops)} loops, but its thunks have {len(counts) - 1}")
+    raise ValueError(
+      f"the program's text has {len(loops)} loops, but the dump of its thunks has"
+      f" {len(counts) - 1}; the two must agree"
+    )
   bodies = list[Body]()
   for number, (count, around) in enumerate(zip(counts, outer, strict=True)):
     loop = loops[number - 1] if number else LoopLength(1, is_fixed=True)

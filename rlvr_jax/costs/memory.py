@@ -252,7 +252,8 @@ def resident_bytes(
   Args:
     estimated: the result of `estimated_bytes`.
     network, placement: network and placement of the run.
-    keeps_first_policy: whether a copy of the first policy is kept, for a KL term or diagnostics.
+    keeps_first_policy: whether a copy of the policy before the first update is kept, for a KL term
+      or diagnostics.
     warm_start: (sequences per batch, tokens per sequence); None without a warm start.
     workers: number of processes of graders and environments.
   """

@@ -184,7 +184,7 @@ def pack_full_length(shape: BatchShape, layout: RowLayout) -> Packed:
 
 
 def compile_program(name: str, lower: Lower, **options: str | bool) -> jax.stages.Compiled | None:
-  """The compiled program; None if the compiler reports too little memory."""
+  """The compiled program; None if it needs more memory than there is, as the compiler reports."""
   start = time.perf_counter()
   try:
     program = lower().compile(compiler_options=options)
@@ -200,7 +200,7 @@ def compile_program(name: str, lower: Lower, **options: str | bool) -> jax.stage
 class CompiledText(NamedTuple):
   """A compiled program, and the compiler's own dumps of it."""
 
-  program: jax.stages.Compiled | None  # None if the compiler reports too little memory
+  program: jax.stages.Compiled | None  # None if it needs more memory than there is
   text: str  # the text of the optimized program; "" without a program
   thunks: str  # the dump of a GPU's launches, see `launches`; "" for TPUs
   seconds: float  # seconds of compilation

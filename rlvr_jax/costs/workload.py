@@ -41,7 +41,7 @@ class Workload(NamedTuple):
 class Lengths(NamedTuple):
   """A distribution of lengths."""
 
-  draw: Callable[[BatchShape, int], Workload]  # (shape of a batch, number of the batch) → lengths
+  draw: Callable[[BatchShape, int], Workload]  # (shape and number of a batch) → its lengths
   max_turns: int = 1  # the most turns of the policy in a rollout
 
 
@@ -58,7 +58,7 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
   if lengths.max_turns > 1 and not environment.name:
     raise ValueError(
       f"--lengths = {text!r} has {lengths.max_turns} turns, but config.environment.name is empty,"
-      " so that a rollout is one turn; name an environment, or take lengths of one turn"
+      " and a rollout then has one turn; set that field, or choose a distribution with one turn"
     )
   if environment.name and lengths.max_turns > environment.max_turns:
     raise ValueError(

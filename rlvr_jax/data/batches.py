@@ -100,7 +100,7 @@ def encode_demonstrations(
       raise ValueError(
         f"a demonstration has {len(row)} tokens, stop token included, but max_response_length is "
         f"{max_response_length}: raise max_response_length in the config, or make demonstrations "
-        "shorter (the task's kwargs, such as `solution` and `settings`). It begins "
+        "shorter through config.task.kwargs, such as `solution` or `settings`. It begins "
         f"{problem.solution[:80]!r}"
       )
     tokens[i, : len(row)] = row

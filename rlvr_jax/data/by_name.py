@@ -1,4 +1,4 @@
-"""Tokenizers by name: "bytes", "checkpoint" or a folder in a configuration."""
+"""Makes the tokenizer that `config.tokenizer` names: "bytes", "checkpoint" or a folder."""
 
 from __future__ import annotations
 

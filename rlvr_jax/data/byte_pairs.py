@@ -51,7 +51,8 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
     texts: training texts, read once; no pair spans two texts.
     vocab_size: exact number of tokens; a multiple of 8, so that it can be sharded.
   Raises:
-    ValueError: the size is not a multiple of 8, is below 264, or is more than the texts support.
+    ValueError: the size is not a multiple of 8, is below 264, or exceeds the number of
+      tokens that the texts yield.
     ImportError: tokenizers is not installed.
   Source: "Neural Machine Translation of Rare Words with Subword Units" (arXiv:1508.07909);
     bytes as the alphabet: "Language Models are Unsupervised Multitask Learners" (Radford et al.

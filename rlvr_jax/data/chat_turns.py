@@ -117,7 +117,7 @@ class ChatTurns:
     return ids[1:] if last_id == self._end_id else ids
 
   def _policy_message(self, prompt: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """An example of the policy's message; it begins with a thought if the template knows thoughts.
+    """An example of the policy's message, with a thought first if the template has thought tags.
 
     The example has no thought if the generation prompt already closes one, as Qwen's does when
     thinking is off.
@@ -150,7 +150,7 @@ class ChatTurns:
       )
     except ValueError as error:
       raise ValueError(
-        f"replies of role {role!r}: {error}; or give replies another role"
+        f"replies of role {role!r}: {error}, or give replies another role"
       ) from error
     written = next((form for form in _FORMS if form(_REPLY) in text), str)
     rest, found, after = text.rpartition(written(_REPLY))

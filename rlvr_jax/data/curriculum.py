@@ -34,14 +34,14 @@ def curriculum(
 ) -> Task:
   """Makes a task that samples problems by their solve rate, by default most often near 1/2.
 
-  A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
-  estimate p of its solve rate, initially `first`. A group of rollouts with the solve rate s
-  updates it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
-  max(w(p), floor). Problems do not repeat within a batch. A part's problems come in a random order,
-  each once until all have been read.
+  With by = "problem" a cell is one problem; with by = "part" a cell is all problems of a part, such
+  as a level. Every cell has an estimate p of its solve rate, initially `first`. A group of rollouts
+  with the solve rate s updates it: p ← p + rate·(s − p). A batch samples cells with probabilities
+  in proportion to max(w(p), floor). Problems do not repeat within a batch. A part's problems come
+  in a random order, each once until all have been read.
 
-  Estimates are updated when the next policy is synced, so that all batches for one policy are
-  sampled from the same estimates. The estimates are saved with every checkpoint, so a resumed run
+  Estimates are updated when sampling moves on to the next policy, so that all batches for a policy
+  are drawn from the same estimates. The estimates are saved with every checkpoint, so a resumed run
   is bit-exact. Under `asynchronous`, it is as reproducible as any such run.
 
   Args:

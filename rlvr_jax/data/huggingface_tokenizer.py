@@ -36,7 +36,7 @@ _TOOLS = pathlib.Path(__file__).parent / "tools"  # tools, by environment
 
 
 class HuggingFaceTokenizer:
-  """The tokenizer of a folder's tokenizer.json, whatever class the folder's config names.
+  """The tokenizer of a folder's tokenizer.json; ignores the class that the folder's config names.
 
   A "plain" prompt is the text with the special tokens that the tokenizer adds (such as a leading
   <bos>). A "chat" prompt is a user's turn in the chat template, up to the start of the assistant's
@@ -45,8 +45,9 @@ class HuggingFaceTokenizer:
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
   token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
-  begin another turn. Other added tokens, such as the "<think>" of many models, are recognized in
-  all texts, even if the template writes them too.
+  begin another turn. All other added tokens are encoded as single tokens in every text. They
+  include the "<think>" and "</think>" of many models, unless marked special, even if the template
+  writes these too.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
   In the chat format the first of them is the template's end-of-turn token, since demonstrations end
@@ -66,7 +67,9 @@ class HuggingFaceTokenizer:
     chat_template: str | os.PathLike[str] = "",
     tools: str | os.PathLike[str] = "",
   ):
-    """Reads the folder. Nothing is downloaded; only the chat template is run, in a sandbox.
+    """Reads the folder. Of its contents only the chat template is executed, in a sandbox.
+
+    Nothing is downloaded from a hub.
 
     Args:
       directory: local folder or URL such as gs://bucket/folder, with tokenizer.json and optionally
@@ -266,7 +269,8 @@ class HuggingFaceTokenizer:
     if not self._tokenizer.chat_template:
       raise ValueError(
         f"{self._directory} has no chat template, neither chat_template.jinja nor chat_template in"
-        " tokenizer_config.json; set config.prompts.format to 'plain', or template to a file"
+        " tokenizer_config.json; set config.prompts.format to 'plain', or"
+        " config.prompts.template to a file"
       )
     first, second = (
       self._apply_template(self._messages(text), add_generation_prompt=True, tokenize=False)
@@ -330,7 +334,8 @@ class HuggingFaceTokenizer:
     if unknown:
       raise ValueError(
         f"{self._directory}: eos_token_id of generation_config.json has {unknown}, which the"
-        f" tokenizer lacks (its largest id is {self.vocab_size - 1}); correct either file"
+        f" tokenizer lacks (its largest id is {self.vocab_size - 1}); correct that file or"
+        " tokenizer.json"
       )
 
   def _template_tokens(self) -> list[str]:
@@ -441,7 +446,7 @@ def _read_tools(path: str | os.PathLike[str]) -> list[Any]:
     function = tool.get("function") if is_list and isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
       raise ValueError(
-        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; it must be a JSON"
+        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; the file must be a JSON"
         ' list of schemas, [{"type": "function", "function": {"name": …, "description": …,'
         ' "parameters": {…}}}]'
       )

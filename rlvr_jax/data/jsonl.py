@@ -133,7 +133,7 @@ def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
 
 
 def _read_messages(row: Row, prompt: str) -> tuple[Mapping[str, str], ...]:
-  """The prompt's messages if the template `prompt` is one field with a list, else ()."""
+  """The prompt's messages if the template `prompt` is one field whose value is a list, else ()."""
   name = _ONE_FIELD.fullmatch(prompt)
   try:
     value = find_field(row.fields, name.group(1)) if name else ""
@@ -176,7 +176,7 @@ def _choose_held_out(
   if len(distinct) == 1 < len(train):
     raise ValueError(
       f"jsonl: all {len(train)} lines have the same prompt, {distinct[0].question[:80]!r}, so none"
-      " can be held out; write a field that differs into the template `prompt`"
+      " can be held out; put a field that differs between lines into the template `prompt`"
     )
   check_available("jsonl", "held_out_size", size, len(distinct) - 1)
 

@@ -186,8 +186,8 @@ def _number(value: object) -> float:
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
   """(update, text) of each of a run's warnings.
 
-  Warnings are printed. For a run of a sweep, all of them are read from its stored output. For other
-  runs, warnings about responses and padding are made again from the metrics.
+  A run of a sweep stores its printed output, from which all of its warnings are read. For other
+  runs, warnings about responses, padding and skipped updates are recomputed from the metrics.
   """
   path = run.folder / _OUTPUT_FILE
   if path.exists():
@@ -213,7 +213,7 @@ def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | No
 
 
 def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int] = ()) -> list[int]:
-  """The batches that --batches names, in the order in which a page takes them until it is full.
+  """The batches that --batches names, in order of priority for a page of limited size.
 
   Args:
     spec: `DEFAULT_BATCHES`; "all"; or numbers and ranges such as "0,10:20,-1", where -1 is the last
@@ -274,7 +274,7 @@ def read_batch(run: Run, number: int) -> Part:
 
     token u16|u32[N]: index into the header's "vocabulary"; "characters" lists the characters that
       several tokens form together, as [first token, text, number of tokens]
-    logprob f16[N]: log β under the distribution that was sampled from, nats
+    logprob f16[N]: log-probability under the distribution that the token was sampled from, nats
     mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
     expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names
     advantage f32[B] or f16[N]: by the run's estimator, computed again from the stored rewards
@@ -282,11 +282,11 @@ def read_batch(run: Run, number: int) -> Part:
   If diagnostics measured an update on the batch, with NaN at tokens that are not in its loss:
 
     coefficient f32[B]: the coefficient that the loss got
-    ratio, proximal f16[N]: log of the policy over β, and over the proximal policy;  entropy f16[N]
+    ratio, proximal f16[N]: log π/β, log π/π_prox (behavior and proximal policy);  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
-  The header's "measured" is the update of these arrays: the last update of "updates" that was
-  measured. "unread" says why its measurement cannot be read.
+  The header's "measured" is the number of the update that these arrays describe: the last of
+  "updates" with a measurement. If that measurement cannot be read, "unread" says why.
 
   Raises:
     TornShardError, StoreError: the batch is missing or cannot be read.
@@ -454,7 +454,7 @@ def _characters(
 
 
 def _width(ids: Sequence[int], tokenizer: Tokenizer) -> int:
-  """The least number of leading ids that decode to whole characters; 1 if no number does."""
+  """The least k such that the first k ids decode to whole characters; 1 if there is none."""
   for width in range(1, len(ids) + 1):
     if _BROKEN not in tokenizer.decode(ids[:width], with_special=True):
       return width
@@ -477,7 +477,9 @@ def _measured(
   """
   file, counts = _load_geometry(folder, step), mask > 0
   if not np.array_equal(file["lengths"], counts.sum(axis=-1)):
-    raise DamagedFileError(f"the measurement before update {step + 1} is of other rollouts")
+    raise DamagedFileError(
+      f"the measurement before update {step + 1} is of other rollouts than the batch"
+    )
   found = {"coefficient": file["reweighted"].reshape(-1).astype(np.float32)}
   for name, of in _MEASURED.items():
     if of in file:
@@ -507,8 +509,8 @@ def _interest(samples: Sequence[JsonObject], measured: Mapping[str, np.ndarray])
   """Numbers by which the page finds groups worth reading, and their sum, the "interest".
 
   "interest" adds the spread of rewards, the shares of "truncated" and "garbled" rollouts, the
-  largest |log ratio|, and "bounded", the share of tokens that are clipped, dropped or vetoed; each
-  counts up to 1. The last two are absent if they were not measured.
+  largest |log ratio|, and "bounded", the share of tokens that are clipped, dropped or vetoed. Each
+  term is capped at 1. The last two are absent if they were not measured.
   """
   rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
   found: JsonObject = {
@@ -542,7 +544,7 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
 
 
 def measured_updates(run: Run) -> dict[int, int]:
-  """The last update on each batch that was measured, counted from 1; other batches are absent."""
+  """batch → its last measured update, counted from 1; batches without one are absent."""
   steps = set(geometry_steps(run.folder))
   measured = {n: [t for t in updates if t - 1 in steps] for n, updates in run.updates.items()}
   return {number: updates[-1] for number, updates in measured.items() if updates}
@@ -565,11 +567,15 @@ def read_geometry(run: Run, step: int) -> Part:
   """The geometry of a batch's gradients, measured before an update.
 
   Returns:
-    Arrays of B = P·G rollouts in the order [P, G]: norm f32[B]; cosine f16[B, B]; share f32[B],
-    λ_i/Σλ, descending; coefficient f32[B], which the loss got; part f32[B], A_i (K A)_i / AᵀKA, the
-    rollout's part of the update's squared norm, below 0 if it cancels others, absent if AᵀKA is
-    zero up to rounding; by_reward and by_vector u32[B], orders of the rollouts: by decreasing
-    reward within groups, and by entries of the leading eigenvector; reward f32[B]; valid u8[B].
+    Arrays of B = P·G rollouts in the order [P, G]:
+
+      norm f32[B];  cosine f16[B, B];  reward f32[B];  valid u8[B]
+      share f32[B]: λ_i/Σλ of the Gram matrix K, descending
+      coefficient f32[B]: the coefficient A_i that the loss got
+      part f32[B]: A_i (K A)_i / AᵀKA, the rollout's part of the update's squared norm; below 0 if
+        the rollout cancels others; absent if AᵀKA is zero up to rounding
+      by_reward u32[B]: order of the rollouts by decreasing reward within groups
+      by_vector u32[B]: order of the rollouts by entries of the leading eigenvector
   Raises:
     FileNotFoundError: nothing was measured before this update.
     DamagedFileError: the file is not a measurement.

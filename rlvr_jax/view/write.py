@@ -150,9 +150,9 @@ def write_page(
 def _parts(
   runs: Sequence[Run], batches: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, Callable[[], Part]]]:
-  """Yields (name, reader) of each part that the page shall hold, the most important first.
+  """Yields (name, reader) of each part that the page should contain, the most important first.
 
-  Batches and measurements take turns, and so do runs.
+  Batches and measurements of all runs are interleaved.
   """
   steps = [read.geometry_steps(run.folder) for run in runs]
   measured = [
@@ -189,8 +189,9 @@ def _write_element(file: IO[bytes], name: str, data: bytes) -> int:
 class Server(http.server.ThreadingHTTPServer):
   """Serves the page and parts of runs to this machine; reads batches as they are asked for.
 
-  Only requests whose host is this machine are answered, so that no web site can reach the server
-  under a name of its own. Paths are matched as a whole, and contain numbers, never file names.
+  A request is answered only if its Host header is 127.0.0.1 or localhost, so that no web site can
+  reach the server by DNS rebinding. Paths are matched as a whole, and contain numbers, never file
+  names.
   """
 
   daemon_threads = True

@@ -1,4 +1,4 @@
-"""A pool of worker processes: requests under limits, and sessions that survive their process."""
+"""A pool of worker processes: requests with time limits, and sessions that outlive a process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Crew:
     return min(open_ones, key=lambda worker: len(worker.sessions), default=None)
 
   def next_time(self) -> float:
-    """The next time at which a limit passes or a worker becomes slow."""
+    """The next time at which a time limit expires or a worker becomes slow."""
     limits = [worker.next_limit()[0] for worker in self.workers]
     return min(limits + [w.clock.slow_at() for w in self.workers if w not in self._spares])
 
@@ -173,8 +173,8 @@ class _Bell:
 class Pool:
   """Answers requests in separate processes, each under a limit of wall-clock time.
 
-  Any thread may call the methods; only the constructor waits for a worker's code. A reply depends
-  only on the requests of its session.
+  Any thread may call the methods. The constructor waits until all workers are ready; no other
+  method waits for a worker's code. A reply depends only on the requests of its session.
 
   A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker and
   all processes that it has started are killed, and another worker replaces it; the request's result
@@ -189,7 +189,7 @@ class Pool:
     service: the program of the workers, and its limits.
     processes: number of workers.
   Raises:
-    StartError: the program cannot be made; the service names the class of the error.
+    StartError: the program cannot be made; `service.start_error` is the class of the error.
   """
 
   def __init__(self, service: Service, processes: int):
@@ -220,7 +220,7 @@ class Pool:
       return len(self._queue) + sum(len(worker.sessions) for worker in self._crew.workers)
 
   def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session of the system."""
+    """Process ids of the current workers; each leads its own OS session (setsid)."""
     return [worker.pid for worker in self._crew.workers]
 
   def submit(
@@ -492,7 +492,7 @@ class PoolOwner:
   _pool: Pool
 
   def worker_pids(self) -> list[int]:
-    """Process ids of the current workers; each leads its own session of the system."""
+    """Process ids of the current workers; each leads its own OS session (setsid)."""
     return self._pool.worker_pids()
 
   def close(self) -> None:

@@ -58,7 +58,7 @@ class Service(NamedTuple):
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     variables: environment variables that are added for the workers.
-    memory_field: the field that a message about too little memory names.
+    memory_field: the field that a message about too little memory says to raise.
     start_error: class of the error if a worker cannot be started.
     answer: answers the questions of programs (`worker.Ask`).
   """
@@ -90,9 +90,10 @@ class _Child(NamedTuple):
 
 
 class WorkerProcess:
-  """One worker, used by one thread at a time; only `kill` waits, for the end of its process.
+  """One worker, used by one thread at a time.
 
-  Workers are new interpreters, never forks, and each leads a session of the system.
+  Of the methods only `kill` waits: for the end of the process. Workers are new interpreters, never
+  forks, and each leads its own OS session (setsid).
 
   Attributes:
     sessions: the sessions in this worker, by number.
@@ -179,7 +180,7 @@ class WorkerProcess:
 
     Raises:
       BrokenWorkerError: the worker has ended, or has violated the protocol. Earlier lines are
-        yielded first, since they say which session runs and so caused the error.
+        yielded first: they say which session was running, and so which one caused the error.
     """
     try:
       data = os.read(self.stdout.fileno(), _PART)
@@ -329,7 +330,7 @@ class Session:
 
     Args:
       reply: JSON.
-      ends: whether the reply is the session's last, so that it need not be kept.
+      ends: whether the reply is the session's last; a last reply is not kept for repetition.
     Raises:
       ValueError: a repeated reply differs from the recorded reply.
     """
@@ -390,7 +391,7 @@ class Clock:
     """Takes an event that the worker reports; `limit_s` is the limit of a wait.
 
     Raises:
-      ValueError: the event names a session that does not run.
+      ValueError: the event names a session that is not running.
     """
     match event:
       case "running":
@@ -406,7 +407,7 @@ class Clock:
 
   def _stop(self, session: int, now: float) -> None:
     if self.running != session or self._running is None:
-      raise ValueError(f"session {session} does not run")
+      raise ValueError(f"an event names session {session}, which is not running")
     self._used_s[session] = self._used_s.get(session, 0.0) + now - self._running[1]
     self._running = None
 

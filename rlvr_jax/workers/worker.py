@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, TypeVar
 MAX_DETAIL = 1000  # the most characters of a failure's detail
 MEMORY_STATUS = 77  # exit status if the memory is used up outside of a program's code
 # An environment variable that marks all processes which a worker has started: a process may begin
-# its own session of the system, or outlive the worker.
+# its own OS session (setsid), or outlive the worker.
 MARK = "RLVR_JAX_WORKER"
 _MARGIN_S = 1.0  # seconds from a limit until a worker ends by itself, unless its parent kills it
 _MAX_THREADS = 32  # largest number of threads: one request runs, the other requests wait
@@ -138,8 +138,8 @@ _main_thread = _MainThread()
 def on_main_thread(function: Callable[[], Result]) -> Result:
   """Makes a call in the worker's main thread, which may set signal handlers; returns its result.
 
-  The call is made in the calling thread if a call in the main thread waits (`waiting`), or outside
-  of workers.
+  If the main thread is in a call that waits (`waiting`), or if this process is no worker, the
+  calling thread makes the call itself.
   """
   return _main_thread.call(function)
 
@@ -201,7 +201,7 @@ class _Worker:
     self._start_thread()
 
   def receive(self, lines: Iterable[bytes]) -> None:
-    """Handles the pool's messages, in a thread; at their end kills all processes of this worker."""
+    """Handles the pool's messages, in a thread; when stdin ends, kills the worker's processes."""
     try:
       for line in lines:
         message = json.loads(line)
@@ -334,7 +334,9 @@ def limit_memory(memory_mib: int | None) -> None:
   with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
     taken = int(file.read().split()[0]) * resource.getpagesize()
     if taken >= limit:
-      raise MemoryError(f"before any request the process takes {taken / 2**20:.0f} MiB")
+      raise MemoryError(
+        f"the process takes {taken / 2**20:.0f} MiB of address space before its first request"
+      )
   resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
@@ -344,8 +346,8 @@ def limit_memory(memory_mib: int | None) -> None:
 def find_processes(mark: str) -> set[int]:
   """The processes that have a worker's mark, or descend from such a process.
 
-  A process that has just been started shows no variables for a moment, and its parent may have
-  ended. So the search is repeated while a process is being started, for at most `_EXECUTION_S`.
+  Just after `exec`, a process shows no environment variables for a moment, and its parent may have
+  ended. So the search is repeated while any process is in that state, for at most `_EXECUTION_S`.
   """
   deadline = time.monotonic() + _EXECUTION_S
   while True:
@@ -366,7 +368,7 @@ class _Process(NamedTuple):
   """A process of this machine."""
 
   pid: int
-  stat: list[bytes]  # the fields of /proc/PID/stat from the state on; the second is the parent
+  stat: list[bytes]  # fields of /proc/PID/stat after the name: state, parent's id, …
   variables: bytes | None  # /proc/PID/environ, read after `stat`; None: another user's process
 
 
@@ -382,7 +384,7 @@ def _read_processes() -> Iterator[_Process]:
 
 
 def is_being_executed(stat: Sequence[bytes], variables: bytes | None) -> bool:
-  """Whether a process has a new program whose variables are not there yet.
+  """Whether a process is within `exec`: it does not show its new environment variables yet.
 
   Args:
     stat, variables: as in `_Process`.

@@ -298,10 +298,10 @@ def test_a_template_without_tools_is_refused(load, schemas, family):
   ("text", "message"),
   [
     ("{", "is not JSON"),
-    ("[]", r"has \[\]; it must be a JSON list of schemas"),
-    ('{"name": "f"}', r'has {"name": "f"}; it must be a JSON list of schemas'),
-    ('[{"name": "f"}]', r'has {"name": "f"}; it must be a JSON list'),
-    ('[{"function": {"name": 5}}]', "it must be a JSON list"),
+    ("[]", r"has \[\]; the file must be a JSON list of schemas"),
+    ('{"name": "f"}', r'has {"name": "f"}; the file must be a JSON list of schemas'),
+    ('[{"name": "f"}]', r'has {"name": "f"}; the file must be a JSON list'),
+    ('[{"function": {"name": 5}}]', "the file must be a JSON list"),
   ],
 )
 def test_tools_that_are_none(load, tmp_path, text, message):
@@ -339,7 +339,7 @@ def test_the_python_environment_takes_what_its_schema_says(load):
       r"config.prompts.template to a variant that keeps earlier turns: 'qwen3_training'",
     ),
     ("deepseek_r1_distill", "", "user", "drops thoughts: .*'deepseek_r1_distill_training'"),
-    ("gemma", "", "tool", r"replies of role 'tool': .* must alternate .*; or give replies another"),
+    ("gemma", "", "tool", r"replies of role 'tool': .* must alternate .*, or give replies another"),
     # no separator after earlier turns
     ("qwen2_5", CONTENT.replace("|>\n{% end", "|>{{ '\n' if loop.last }}{% end"), "user", None),
     # another generation prompt after a reply

@@ -220,7 +220,7 @@ def test_json_lines_of_other_endings_are_read_or_named(write, tmp_path, caplog):
 
 def test_lines_with_one_prompt_are_told_so(write):
   lines = [{**line, "prompt": "Add."} for line in LINES[:8]]
-  told = r"all 8 lines have the same prompt, 'Add\.', so none can be held out; write a field"
+  told = r"all 8 lines have the same prompt, 'Add\.', so none can be held out; put a field"
   with pytest.raises(ValueError, match=told):
     tasks.jsonl(train=write(lines), held_out_size=1, grader="gsm8k")
 

@@ -316,7 +316,8 @@ def test_a_measurement_of_other_rollouts_is_not_shown(tmp_path):
   folder = made.write_run(tmp_path / "run", batches=[groups], measured=[wrong])
   part = read.read_batch(read.open_run(folder), 0)
   assert part.header["measured"] is None and "coefficient" not in part.arrays
-  assert part.header["unread"] == "the measurement before update 1 is of other rollouts"
+  told = "the measurement before update 1 is of other rollouts than the batch"
+  assert part.header["unread"] == told
   path = folder / "geometry" / "000000.npz"
   path.write_bytes(path.read_bytes()[:99])
   part = read.read_batch(read.open_run(folder), 0)
