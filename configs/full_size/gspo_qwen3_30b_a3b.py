@@ -17,8 +17,9 @@ below.
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
 Parameters, gradient and Adam's moments in float32 are 488 GB, so that 32 chips of v5p are needed.
-On 256 chips of v5e, `mesh.tensor` must be at least 8, since a batch of 32 problems allows at most
-32 for data · fsdp. Experts are then cut too narrow, and no settings for v5e have been found.
+On 256 chips of v5e, `mesh.tensor` would have to be at least 8, since a batch of 32 problems allows
+at most 32 for data · fsdp. But the network's 4 key/value heads allow at most 4 for `mesh.tensor`,
+and 8 would also cut experts too narrow. No settings for v5e have been found.
 Card: docs/methods/gspo.md.
 """
 

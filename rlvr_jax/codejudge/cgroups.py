@@ -63,7 +63,7 @@ class Group:
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.path), *command]
 
   def limit_memory(self, mebibytes: int) -> None:
-    """Limits the memory of an item, a program with its tests; adds the sandbox's own memory."""
+    """Limits an item's memory to `mebibytes`; the sandbox's own memory is added to the limit."""
     self._write("memory.max", (mebibytes + _LAUNCHER_MIB) * 2**20)
 
   def count_memory_kills(self) -> int:

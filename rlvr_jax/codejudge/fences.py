@@ -42,8 +42,9 @@ def _is_python(info: str) -> bool:
 def find_blocks(text: str) -> list[Block]:
   """Finds the fenced blocks; an unclosed block extends to the end.
 
-  Unlike in CommonMark, an opening fence may follow other text on its line. If the info string names
-  Python, this may be any text. Without an info string, the text must end in a colon or "<answer>".
+  Unlike in CommonMark, an opening fence of backticks may follow other text on its line. This holds
+  if its info string names Python, or if it has no info string and the text before it ends in a
+  colon or "<answer>".
   """
   blocks: list[tuple[str, list[str]]] = []
   fence: _Fence | None = None

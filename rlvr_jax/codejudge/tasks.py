@@ -157,7 +157,9 @@ def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
   for case in cases:
     for field, limit in (("input", MAX_INPUT), ("output", MAX_OUTPUT)):
       if (size := len(case[field].encode())) > limit:
-        raise ValueError(f"an {field} has {size} bytes, at most {limit} are allowed: omit it")
+        raise ValueError(
+          f"an {field} has {size} bytes, but at most {limit} are allowed: leave that case out"
+        )
 
 
 # The two arguments of `Sandbox.run`: the program, and the task without "style".

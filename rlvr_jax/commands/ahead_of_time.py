@@ -158,8 +158,9 @@ def costs(
 ) -> Callable[[], dict[str, Cost]]:
   """Builds a run from shapes; returns a function that prints the costs of its programs per chip.
 
-  Two programs are compiled for the topology: the update, and the last burst of decoding steps of
-  the longest responses. Dialogues have a prefill after each reply.
+  The update, and the last burst of decoding steps of the longest responses, are compiled for the
+  topology. A prefill is compiled too for dialogues, which have one after each reply, and if
+  `config.fleet.new_weights` is "recompute".
 
   Args:
     config: the config of the run.

@@ -406,7 +406,7 @@ class _Program:
     yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
 
   def _continued_names(self, computation: str) -> set[str]:
-    """Names of the collectives that started before a fusion, which continues or ends them.
+    """Names of the collectives that a fusion continues or ends, but does not start.
 
     Compilers for some TPUs run a collective piece by piece within the fusions between its start and
     its end. Each of these fusions contains the complete instruction, which counts only at the
@@ -534,8 +534,8 @@ def _convolution_flops(
   """FLOPs of a matrix product that a TPU's compiler writes as a convolution.
 
   Each spatial dimension of the convolution is a dimension of the product: it has the same size in
-  two or all three of the arrays, and size 1 in the others. Multiplications by the zeros
-  of padding, or by those between the elements of a dilated array, do not count.
+  two or all three of the arrays, and size 1 in the others. Multiplications by the zeros of
+  padding, or by those between the elements of a dilated array, do not count.
   """
   lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
   pairs = math.prod(

@@ -61,12 +61,12 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
   """
   size = int.from_bytes(receive_exactly(channel, 8), "big")
   if limit is not None and size > limit:
-    raise ValueError(f"a message has {size} bytes, at most {limit} are allowed")
+    raise ValueError(f"a message has {size} bytes, but at most {limit} are allowed")
   return json.loads(receive_exactly(channel, size))
 
 
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
-  """Receives `size` bytes; raises EOFError if the other side closes the channel before the last."""
+  """Receives `size` bytes; raises EOFError if the other side closes the channel earlier."""
   data = bytearray()
   while len(data) < size:
     # Never receives more bytes, since the following bytes are for the next reader.
