@@ -42,7 +42,8 @@ def curriculum(
 
   Estimates are updated when the next policy is synced, so that all batches for one policy are
   sampled from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous`, it is as reproducible as any such run.
+  is bit-exact. Under `asynchronous`, the clock decides which policy samples a batch, so no run need
+  repeat bit for bit, resumed or not.
 
   Args:
     parts: one or more parts, as for `mixture`.
