@@ -44,6 +44,7 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
-      f"config.tokenizer = {name!r} is not 'bytes', and as a folder (or 'checkpoint') it cannot be"
-      f" used with config.prompts = {dict(prompts)}: {error}"
+      f"config.tokenizer = {name!r} is not 'bytes', and its folder cannot be used with"
+      f" config.prompts = {dict(prompts)}: {error}; allowed are 'bytes', 'checkpoint' or the folder"
+      " of a tokenizer"
     ) from error

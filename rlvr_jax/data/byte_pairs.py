@@ -61,8 +61,8 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
   tokenizers = _import_tokenizers()
   if vocab_size % 8 or vocab_size < SMALLEST:
     raise ValueError(
-      f"vocab_size = {vocab_size} is not a multiple of 8 and at least {SMALLEST} (256 bytes and"
-      f" {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
+      f"vocab_size = {vocab_size} is not a multiple of 8 that is at least {SMALLEST} (256 bytes"
+      f" and {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
     )
   byte_level = tokenizers.pre_tokenizers.ByteLevel
   pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PIECES), "isolated")

@@ -42,7 +42,8 @@ def curriculum(
 
   Estimates are updated when sampling moves on to the next policy, so that all batches for a policy
   are drawn from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous`, it is as reproducible as any such run.
+  is bit-exact. Under `asynchronous` the clock decides which policy samples a batch, so two such
+  runs may differ.
 
   Args:
     parts: one or more parts, as for `mixture`.

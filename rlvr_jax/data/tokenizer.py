@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
     ...
 
   def vocabulary(self) -> Mapping[str, int]:
-    """Spelling → id of every token. Two tokenizers spell a token that both have in the same way."""
+    """Spelling → id of every token; a token that several tokenizers have is spelled the same."""
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:

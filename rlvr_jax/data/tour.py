@@ -101,8 +101,9 @@ def _draw_problem(
       break
   else:
     raise ValueError(
-      f"tour: no problem with width = {width}, walls = {walls} and goals = {goals} could be solved"
-      f" within {longest} cells (longest) in {_MAX_TRIES} tries; lower walls or goals"
+      f"tour: with width = {width}, walls = {walls} and goals = {goals}, none of {_MAX_TRIES} drawn"
+      f" problems got a walk of at most longest = {longest} cells; lower walls, goals or"
+      " detour_share"
     )
   return Problem(
     question=f"{_letters([start, *stops])}|{_letters(sorted(blocked))}=",

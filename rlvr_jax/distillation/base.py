@@ -20,10 +20,11 @@ class Distillation(NamedTuple):
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → a term f32[P, G, T], nats, constant for
-      differentiation. The term is added to each token's advantage, whatever the loss. None: no
-      term.
-    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. They are added to the tokens'
-      policy-gradient losses. None: no losses. Both terms are 0 where masked.
+      differentiation. The update adds λ times the term to each token's coefficient (its advantage
+      after reweighting), whatever the loss. None: no term.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. The update adds λ times
+      these losses to the tokens' policy-gradient losses. None: no losses. Both terms are 0 where
+      masked.
     divergence: the divergence between the whole distributions. The forward pass computes it at each
       token position, as the batch's `teacher_divergence`. None: only log-probabilities of sampled
       tokens are needed.

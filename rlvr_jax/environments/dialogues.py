@@ -94,10 +94,11 @@ class EnvironmentPool(PoolOwner):
 
   A failure ends its dialogue. The kinds of a `Failure` are:
 
-  * "timeout": a reset or step exceeded the limit, or the environment raised `TimedOut`.
+  * "timeout": a reset or step exceeded the limit, one of its waits exceeded the wait's limit, or
+    the environment raised `TimedOut`.
   * "refused": the environment raised `Refused`.
-  * "memory": an allocation failed.
-  * "failed": any other exception, an invalid result, or a process that ended.
+  * "memory": an allocation failed under `memory_mib`, or SIGSEGV or SIGABRT ended the process.
+  * "failed": any other exception, an invalid result, or a process that ended otherwise.
 
   Args:
     environment: string of an environment, "name(keyword=value)" or "my_module:factory".

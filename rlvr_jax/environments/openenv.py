@@ -420,8 +420,8 @@ def openenv(
 
   * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader gives the score.
-  * if the server answers VALIDATION_ERROR or a reward that is not finite, or if the policy's text
-    has no match of `pattern`, the text is refused.
+  * if the server answers VALIDATION_ERROR or a reward that is not within ±1e30, or if the policy's
+    text has no match of `pattern`, the text is refused.
   * if the server answers pings, but does not answer a step in time, or if it answers a step with
     over 16 MiB, the policy's text counts as timed out.
   * any other error, a lost connection, or a violation of the protocol is the environment's fault.
@@ -435,9 +435,8 @@ def openenv(
     prompt: template of the first message, from the observation of the reset; "" for the problem's
       own prompt.
     reset: names of the problem's fields that the server gets at a reset besides the seed, such as
-      ("index",).
-      A field is "question", "answer", or a field of the reference; "extra.index" is a field within
-      "extra".
+      ("index",). A field is "question", "answer", or a field of the reference; "extra.index" is a
+      field within "extra".
     pattern: regular expression for the part of the policy's turn that the action gets: the first
       group of the last match or, without groups, the whole match. "": the complete turn.
     score: "sum" of the rewards, or the "last" reward.

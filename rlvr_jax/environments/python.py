@@ -145,8 +145,8 @@ def python(
   programs' other effects are repeated, their random numbers may differ, and their time counts
   towards the limit.
 
-  The programs of one worker take turns on one core. A program that sleeps leaves the core to the
-  next program; up to 3 programs may sleep beside the running program.
+  The programs of one worker take turns. When a program first sleeps, the next program may start;
+  up to 3 programs that have slept may be unfinished beside the running program.
 
   Args:
     limit_s: processor time of a program, seconds, in (0, 120]; the time that the program sleeps has

@@ -116,7 +116,7 @@ def result_curve(
 
   Every result has its run's evaluations. Metrics of training are read from the run's workdir. A
   file of results may also have metrics of training over updates, in two fields. `curves` maps a
-  metric to pairs (update, value). `train` maps a metric to its means over n equally long spans of
+  metric to pairs (update, value). `train` maps a metric to its means over equally long spans of
   updates; the curve has each mean at the middle of its span.
 
   Raises:

@@ -51,12 +51,14 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
     completion: a text whose last ```python block (or unnamed block) is the program, see
       `extract_program`.
     reference: the tests, see `codejudge.tasks`.
-    reward: score of a program that does not pass all tests: 0 for "all", the fraction of tests that
-      it passes for "fraction".
+    reward: score of a program that fails a test: 0 for "all", the fraction of tests that it passes
+      for "fraction".
   Returns:
     correct (score 1) if all tests pass; timeout if the program exceeds its time limit; unparseable
-    if there is no program; otherwise wrong, with the score that `reward` selects. The feedback of a
-    wrong program is its first failing test, with the expected output.
+    if there is no program; otherwise wrong. A program that fails a test has the score that `reward`
+    selects, and the feedback is its first failing test, with the expected output. A program that
+    exceeds its memory or breaks its judge has the score 0, and the feedback is "memory limit
+    exceeded" or "".
   Raises:
     SandboxError: the sandbox does not work, so the program was not judged.
     ValueError, KeyError: the reference or the reward is invalid.

@@ -1,9 +1,9 @@
 r"""Formulas as trees: LaTeX or plain text → tree → value; equality by values.
 
-Two formulas are equal if their values agree to some 30 digits. Very large or very small numbers in
-the formulas raise this precision by their own number of digits. Formulas of constants are compared
-once, formulas with variables at several points. Nothing is simplified or multiplied out, so that
-the cost of a comparison does not grow faster than the length of the text.
+Two formulas are equal if their values agree to some 30 digits, plus the digits of the longest
+number or power in them. Formulas of constants are compared once, formulas with variables at several
+points. Nothing is simplified or multiplied out, so that the number of operations grows only with
+the length of the text.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def load_mpmath() -> Any:
 
 
 class _Evaluator:
-  """Evaluates formulas at one point; `magnitude` is the size of their longest number, in bits."""
+  """Evaluates formulas at one point; `magnitude`: bits of their longest number or power."""
 
   def __init__(self, values: Mapping[str, Fraction], *, is_real: bool):
     self._mp = load_mpmath()

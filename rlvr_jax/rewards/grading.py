@@ -33,7 +33,7 @@ class GraderStartError(StartError):
 
 
 class Graders:
-  """The program that a worker runs: loads and tests graders, then grades. See `worker.Program`."""
+  """A worker's program, see `workers.worker.Program`: loads and tests graders, then grades."""
 
   ready = True
 

@@ -294,7 +294,7 @@ class Batches:
         self._begin()
         self._place = self._place._replace(begun=number + 1)
       elif max(stored.fingerprints, default=0) > version:
-        # Policies of updates that a restart has lost sampled this batch. The batch is checked again
+        # This batch was sampled by policies whose updates a restart has lost. It is checked again
         # once these updates have been repeated.
         return
       elif why := self._difference(stored) or self._gap(stored):

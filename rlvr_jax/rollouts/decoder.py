@@ -569,7 +569,7 @@ def _record_token(
   sampled: Array,
   routes: Array | None,
 ) -> Emitted:
-  """Adds a token of every running slot to `emitted`; only a sampled stop token ends a response."""
+  """Adds a token of every running slot to `emitted`; a known stop token does not end a response."""
   now, running, of = emitted.steps, emitted.running, emitted.routes
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)

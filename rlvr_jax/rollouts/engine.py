@@ -315,7 +315,7 @@ class _Queue:
     return pending, left
 
   def put_back(self) -> None:
-    """Moves rollouts back to `waiting` if not the version that prefilled them will sample them."""
+    """Moves rollouts back to `waiting` that one version prefilled and another will sample."""
     is_stale = lambda of: self._weights.version(of.run.rollout) != of.run.version
     stale = [of for of in self.prefilled if is_stale(of)]
     if not stale:
@@ -464,7 +464,10 @@ class Engine:
     self._queue.put_back()
 
   def release(self, before: int) -> None:
-    """Releases the weights of versions below `before`; no rollout in progress may need them."""
+    """Releases the weights of versions below `before`.
+
+    A later burst may need one of these versions only if `swap` gives its weights again.
+    """
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]
 

@@ -295,7 +295,8 @@ class EnginePrograms:
   def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers a burst that reads complete caches, for parameters or their shapes.
 
-    The trainer's parameters are also arguments of the program, so that its memory includes them.
+    The trainer's parameters, which stay in memory, are also arguments of the program: so the
+    memory that the compiler reports for the program includes these parameters.
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
@@ -316,8 +317,8 @@ class EnginePrograms:
   def lower_prefill(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
     """Lowers the prefill of the longest dialogues after a reply, for parameters or their shapes.
 
-    The trainer's parameters and the slots are also arguments of the program, so that its memory
-    includes them.
+    The trainer's parameters and the slots, which stay in memory, are also arguments of the program:
+    so the memory that the compiler reports for the program includes both.
     """
     settings, (rows, length) = self.settings, self.longest_prefill()
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)

@@ -384,7 +384,7 @@ class LocalSampler:
     return not lane.decodes and not self._answers.replies_to_come
 
   def _may_begin(self, lane: _Lane) -> bool:
-    """Whether a group may begin; unless weights may change, the newest must be loaded."""
+    """Whether a group may begin; without `changes_weights`, the newest weights must be loaded."""
     return self._settings.changes_weights or lane.has(self._newest())
 
   def _load_newest(self, lane: _Lane) -> None:

@@ -37,7 +37,9 @@ class Source(NamedTuple):
 
   name: str
   prompts: int  # number of groups in every batch
-  sampling: Sampling  # the distribution of its behavior log-probabilities, unless `raw`
+  # The sampled distribution. It is not known for recorded groups: then the trained policy's
+  # distribution, with which their behavior log-probabilities are compared.
+  sampling: Sampling
   engine: EnginePrograms | None = None  # the programs that sample; None if groups are recorded
   recorded: RecordedGroups | None = None  # recorded groups, in place of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source

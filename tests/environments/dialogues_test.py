@@ -190,7 +190,7 @@ def test_misuse_is_an_exception_of_the_future_or_the_call(pool):
     ask(pool, ended, "a")
   with pytest.raises(TypeError, match="JSON-serializable"):
     pool.reset(problem(answer=object()), 0)
-  with pytest.raises(TypeError, match="not a text"):
+  with pytest.raises(TypeError, match="text = b'a' has type bytes, expected str"):
     pool.step(dialogue, b"a")
   with pytest.raises(ValueError, match="seed = 'a'"):
     pool.reset(problem(), "a")
