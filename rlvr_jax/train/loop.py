@@ -250,7 +250,10 @@ def save(run: Run, now: RunState) -> None:
 
 
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
-  """The update from whose checkpoint all pending batches can be sampled again; None without any."""
+  """The update from whose checkpoint all pending batches can be sampled again.
+
+  None if no batch is pending.
+  """
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0
   first = schedule.first(now.step)

@@ -151,7 +151,10 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change W_t − W_0: rank-one fraction, and share of the change's ‖·‖²."""
+  """Metrics of the head's change W_t − W_0.
+
+  They are its rank-one fraction, and its share of ‖·‖² of the change of all trained parameters.
+  """
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

@@ -286,7 +286,7 @@ def other_policy(
     tokenizer: `config.tokenizer`, which must be the same in both runs.
     model: the model of this run.
     mesh: the mesh of generation.
-    step: the checkpoint's step with which this run began; None for a new run.
+    step: the step of the other run's checkpoint that this run began with; None for a new run.
   Raises:
     ValueError: the folder has no run, the run has no checkpoint of this step, or tokenizers differ.
   """

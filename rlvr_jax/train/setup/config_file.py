@@ -412,8 +412,8 @@ def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
     config: the config of the recipe; changed in place.
     given: see `overrides`.
   Raises:
-    ValueError: the task is unknown or does not take the keyword, or a field is set of a keyword
-      without a value.
+    ValueError: the task is unknown or does not take the keyword, or the command line sets a
+      field of a keyword that has no value yet.
   """
   task, name = config.task, str(given.get("task.name", config.task.name))
   another = name != task.name
@@ -456,8 +456,8 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
     return
   if inner := [".".join(path) for path in paths if len(path) > 1]:
     raise ValueError(
-      f"config.model.overrides.{inner[0]}: a field of a network has no fields of its own; set"
-      f" config.model.overrides.{inner[0].partition('.')[0]}"
+      f"config.model.overrides.{inner[0]}: a command line sets a field of a network as a"
+      f" whole; set config.model.overrides.{inner[0].partition('.')[0]}"
     )
   missing = [field for field, *_ in paths if field not in listed]
   # Here, so that other command lines do not wait for the imports.

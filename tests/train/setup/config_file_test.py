@@ -92,7 +92,7 @@ def test_a_wrong_field_or_value_is_named(argument, word):
     (["--config.grading.grader.seconds=3"], "set it as one string"),
     (["--config.model.overrides.compute_type=bfloat16"], "did you mean one of ['compute_dtype']"),
     (["--config.model.overrides.rope_scaling=3"], "is a RopeScaling | YarnScaling"),
-    (["--config.model.overrides.head_dim.x=3"], "a field of a network has no fields of its own"),
+    (["--config.model.overrides.head_dim.x=3"], "as a whole; set config.model.overrides.head_dim"),
   ],
 )
 def test_a_wrong_keyword_of_a_component_is_named(arguments, word):
