@@ -142,7 +142,10 @@ def test_a_source_that_is_none_is_shuffled_as_ever():
     (dict(floor=0.0), r"floor = 0\.0 is not a number in \(0, 1\]"),
     (dict(first=2.0), r"first = 2\.0 is not a number in \[0, 1\]"),
     (dict(parts={}), "parts is empty"),
-    (dict(parts={"a": {"name": "curriculum", "kwargs": {}}}), "'a' of the curriculum is .*not of"),
+    (
+      dict(parts={"a": {"name": "curriculum", "kwargs": {}}}),
+      "'a' of the curriculum is .* a name other than mixture and curriculum",
+    ),
     (dict(parts={"a": {"name": "reasoning_gym", "kwargs": SETTINGS | {"train_size": 2_000_000}}}),
      "have 2000000 problems, .*set by = 'part'"),
   ],

@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_walk_is_said(walk, outcome, detail):
     ("tour", dict(width=9), r"width = 9 is not an integer in \[3, 8\]"),
     ("tour", dict(walls=60), r"walls = 60 is not an integer in \[0, 59\]"),
     ("tour", dict(slack=0.5), r"slack = 0\.5 is not a number in \[1, 60\]"),
-    ("tour", dict(longest=4, walls=30), "no problem with width = 8, walls = 30 and goals = 4"),
+    ("tour", dict(longest=4, walls=30), "width = 8, walls = 30 and goals = 4, none of 1000 drawn"),
   ],
 )
 def test_settings_out_of_range(name, kwargs, message):

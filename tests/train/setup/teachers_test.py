@@ -326,7 +326,7 @@ def test_memory_is_that_of_the_prompts_that_the_teacher_reads(monkeypatch):
 def test_a_teacher_s_rows_are_within_what_attention_takes():
   settings = tiny.config(teacher__privileged="hint", teacher__max_prompt_length=5000).teacher
   layout = of_prompts(5000).teacher_prompts.row_layout
-  with pytest.raises(ValueError, match="attention takes 4096"):
+  with pytest.raises(ValueError, match="attention takes rows of at most 4096"):
     make_prompts(settings, ByteTokenizer(), lambda length: layout, longest_row=4096)
 
 
