@@ -271,7 +271,7 @@ def save_figure(
   size: tuple[float, float] = (6.4, 4),
   dpi: int = 120,
 ) -> Iterator[Any]:
-  """Context with the axes of a figure, which is saved at its end in the format of the extension.
+  """Context with the axes of a figure. On exit the figure is saved in the extension's format.
 
   Args:
     path: path of the file.

@@ -42,7 +42,7 @@ class Measurement(NamedTuple):
   update: int  # number of updates before the measurement
   gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are adjacent
   coefficients: Array  # f32[P, G], A
-  reweighted: Array  # f32[P, G], the coefficients used in training; A without a reweighting
+  reweighted: Array  # f32[P, G], the coefficients used in training; A if none are reweighted
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], loss tokens
   valid: Array  # bool[P, G], whether the rollout has a grade

@@ -4,7 +4,7 @@ The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is omitted. With ĥ = m·h·∂(z_y/
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
-The hidden states ĥ are sorted by (v, i), and added up to at most one row u_iv for each pair. A
+The hidden states ĥ are sorted by (v, i), and the states of a pair are summed to one row u_iv. A
 token v has at most B rows. So with tiles of B rows or more, a tile needs only the products with
 itself and with the next tile.
 """

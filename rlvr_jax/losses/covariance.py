@@ -75,8 +75,8 @@ def clip_cov(
     epsilon_high: ≥ 0.
     seed: the seed of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617). **open**: here means and draw are over the full batch; other implementations
-    use a micro-batch.
+    (arXiv:2505.22617). **open**: the means and the draw are over the full batch here; other
+    implementations use a micro-batch.
   """
   check_between("clip_cov", "share", share, low=0.0, high=1.0, open_low=True)
   check_between("clip_cov", "low", low)
@@ -122,7 +122,7 @@ def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
     share: in (0, 1]; the authors use 2e−3 for 7B and 2e−4 for 32B; verl uses 2e−4.
     coefficient: χ ≥ 0.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617). **open**: here means and ranks are over the full batch; other
+    (arXiv:2505.22617). **open**: the means and the ranks are over the full batch here; other
     implementations use a micro-batch.
   """
   check_between("kl_cov", "share", share, low=0.0, high=1.0, open_low=True)

@@ -1,8 +1,8 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
 Matrix products count 2·M·N·K each, over real tokens and the keys that real tokens attend to. In a
-gated DeltaNet, the products of the state with two vectors per token count, as the recurrence needs
-them; the chunks of `ops.delta_rule` compute other products. The outer product that changes the
+gated DeltaNet, two products of the state with a vector count for each token, as the recurrence
+needs them; the chunks of `ops.delta_rule` compute other products. The outer product that changes the
 state counts as elementwise. Padding, masked scores, rematerialization and elementwise operations do
 not count.
 """
