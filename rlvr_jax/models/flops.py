@@ -1,10 +1,10 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count 2·M·N·K each, over real tokens and the keys that real tokens attend to. In a
-gated DeltaNet, two products of the state with a vector count for each token, as the recurrence
-needs them; the chunks of `ops.delta_rule` compute other products. The outer product that changes
-the state counts as elementwise. Padding, masked scores, rematerialization and elementwise
-operations do not count.
+Matrix products count 2·M·N·K each, over real tokens and the keys that real tokens attend to. Each
+token of a gated DeltaNet counts two products of the state with a vector, as the recurrence needs
+them; the chunks of `ops.delta_rule` compute other products. The outer product that changes the
+state counts as elementwise. Padding, masked scores, rematerialization and elementwise operations do
+not count.
 """
 
 from __future__ import annotations
