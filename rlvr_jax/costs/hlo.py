@@ -44,6 +44,7 @@ _SAME_MEMORY = "output_to_operand_aliasing={{}: (0, {})}"  # a fusion that names
 # name. Sums of a product's parts have this name too, but their FLOPs are already counted.
 _SPLIT = "reduce_sub_computation"
 _UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
+_UNKNOWN_FORM = "cannot parse the compiler's program text, which has an unknown form"
 
 
 class CostsError(ValueError):
@@ -111,10 +112,7 @@ def _of_known_form() -> Iterator[None]:
   except CostsError:
     raise
   except (IndexError, KeyError, ValueError) as error:
-    raise CostsError(
-      "cannot parse the compiler's program text, which has an unknown form:"
-      f" {type(error).__name__}: {str(error)[:200]}"
-    ) from error
+    raise CostsError(f"{_UNKNOWN_FORM}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -187,9 +185,7 @@ def parse_program(text: str) -> tuple[dict[str, Computation], str]:
     elif current is not None and " = " in line:
       match = _INSTRUCTION.match(line)
       if match is None:
-        raise CostsError(
-          f"cannot parse the compiler's program text, which has an unknown form: {line[:200]}"
-        )
+        raise CostsError(f"{_UNKNOWN_FORM}: {line[:200]}")
       root, name, shape, opcode, rest = match.groups()
       # Some versions print an operand's shape before its name.
       operands = re.findall(r"%([^\s,()]+)", re.split(r"\)(?:, |$)", rest, maxsplit=1)[0])
@@ -355,10 +351,7 @@ class _Program:
       return instruction.shape
     of, mark, index = name.rpartition("#")
     if not mark:
-      raise CostsError(
-        "cannot parse the compiler's program text, which has an unknown form: no earlier"
-        f" instruction defines the operand %{name[:200]}"
-      )
+      raise CostsError(f"{_UNKNOWN_FORM}: no earlier instruction defines the operand %{name[:200]}")
     return _element(self._shape(computation, of), int(index))
 
   # --- FLOPs --------------------------------------------------------------------------------------

@@ -222,6 +222,7 @@ SHOWN = [
 @pytest.fixture(name="schemas")
 def _schemas(tmp_path):
   """Two tools, as transformers makes them of functions."""
+  from transformers.utils import get_json_schema  # seconds, which few tests need
 
   def weather(city: str) -> str:
     """Says how the weather is.
@@ -239,8 +240,6 @@ def _schemas(tmp_path):
       b: another.
     """
     return a + b
-
-  from transformers.utils import get_json_schema  # seconds, which few tests need
 
   schemas = [get_json_schema(weather), get_json_schema(add)]
   path = tmp_path / "tools.json"

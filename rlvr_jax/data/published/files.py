@@ -79,8 +79,11 @@ class PublishedFiles:
       reason = missing or f"it contains no file of problems {_describe_endings(details)}"
       raise FileNotFoundError(errno.ENOENT, reason, os.fspath(data_dir))
     if unread := [p for p in details if not file_format(p) and _LIKE_FORMATS.search(p)]:
-      endings = _describe_endings(unread)
-      logging.warning("%s: some files are not read, having no extension of %s", data_dir, endings)
+      logging.warning(
+        "%s: some files are not read, since their extension is none of %s",
+        data_dir,
+        _describe_endings(unread),
+      )
 
   def names(self) -> list[str]:
     """The names of all data files, relative to the folder and without their formats."""

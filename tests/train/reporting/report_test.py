@@ -38,6 +38,8 @@ def workdir(tmp_path):
 
 
 def test_table_places_and_curves(workdir):
+  from matplotlib.image import imread  # a second, which few tests need
+
   text = report.write_report(workdir)
   lines = text.splitlines()
   assert lines[0].split() == ["start", "best", "final"]
@@ -53,8 +55,6 @@ def test_table_places_and_curves(workdir):
   assert lines[7] == "model FLOPs: optimise 2e+13, evaluate 3e+10"
   for name in ("learning_curves.png", "metrics.jsonl", "rollouts.jsonl", "tensorboard"):
     assert str(workdir / name) in text
-  from matplotlib.image import imread  # a second, which few tests need
-
   image = imread(workdir / report.CURVES_FILE)
   assert image.shape == (864, 1728, 4)  # accuracy, entropy, distance, norm
   assert 0.005 < (image[..., :3].min(axis=-1) < 0.9).mean() < 0.5
