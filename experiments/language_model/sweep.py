@@ -21,6 +21,9 @@ METHODS = {  # label → fields
   "P3O": {"loss": "p3o(ess_scope=16)"},
 }
 SAMPLERS = {"own sampler": {}, "fp8 sampler": quantized("float8_e4m3fn")}
+FADE = "FADE"
+ON_POLICY = {"schedule": "on_policy"}
+FADE_FIELDS = {**ON_POLICY, "advantage": "fade(target_entropy=0.8)"}  # of the initial entropy
 PILOT_SEED = 100  # which no comparison uses
 PILOT_RATES = ("3e-6", "1e-5")
 PILOT = {
@@ -30,7 +33,7 @@ PILOT = {
     "learning_rate": f"constant(peak={rate})",
   }
   for rate in PILOT_RATES
-  for method, fields in METHODS.items()
+  for method, fields in {**METHODS, FADE: FADE_FIELDS}.items()
 }
 RATES = {"GRPO": "1e-5", "P3O": "1e-5"}  # method → the best of its pilot
 SEEDS = range(5)
