@@ -1,4 +1,4 @@
-"""Aggregates per-token losses to undivided sums, which add up over micro-batches and devices."""
+"""Sums per-token losses to (total, weight) pairs, which add up over micro-batches and devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int)
     how: one of `AGGREGATIONS`.
     max_response_length: tokens, the limit of the sampler; read by `constant` only.
   Returns:
-    The undivided pair (total, weight); without loss tokens both are 0 (except in `constant`).
+    The pair (total, weight). Without loss tokens both are 0; in `constant`, only the total is.
   Raises:
     ValueError: unknown `how`.
   """

@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-The sampling engine encodes prompts with it, and updates compute unpacked batches with it. Only
-positions determine the mask: padding has negative positions.
+The sampling engine uses it to encode prompts, and updates use it for batches that are not packed.
+Only positions determine the mask: padding has negative positions.
 """
 
 from __future__ import annotations

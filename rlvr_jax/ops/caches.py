@@ -1,15 +1,15 @@
-"""KV caches for decoding, one row for every slot, and the choice of a kind for a device.
+"""KV caches for decoding, one row per slot, and the choice of the kind of cache for a device.
 
 A slot is one row of a batch that decodes. The cache of a slot has three parts: the prompt, the
 response, and the tokens staged since the current burst of decoding steps began. After the burst,
 staged tokens are written to the response's part.
 `Cache` is for XLA: a burst reads the same number of blocks (`Read`) for all slots. This number is
-compiled in, so that no layer of a step has a loop. `Pages` is for a TPU kernel that reads only the
-blocks that each slot has filled.
+fixed at compile time, so that no layer needs a loop over blocks. `Pages` is for a TPU kernel that
+reads only the blocks that each slot has filled.
 
 A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded as
-soon as they are computed, also if their token is only staged. So later tokens read the same values
-wherever bursts end.
+soon as they are computed, even while their token is only staged. So later tokens read the same
+values wherever bursts end.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class CacheShape(NamedTuple):
   ) -> CacheShape:
     """The cache for S prompt and T response tokens.
 
-    Prompt and response have at most four blocks each, of at least 32 tokens. Pages, of which a
-    kernel reads as many as each slot has filled, are about 16 in all, of 32 to 512 tokens. With
+    Up to 64 tokens of a prompt or response are one block. More tokens are at most four blocks of at
+    least 32 tokens, or, with `pages`, pages of about (S + T) / 16 tokens, from 32 to 512. With
     dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within bursts,
     and steps before a turn's first token and after its last token are lost.
     """
@@ -99,7 +99,7 @@ class CacheShape(NamedTuple):
     page = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
     block_size = lambda tokens: page if pages else -(-tokens // (_BLOCKS * _TILE)) * _TILE
     cached_prompt = max(max_prompt_length - 1, 1)
-    cached_response = (max_new_tokens - 1) // steps * steps  # the last burst is only staged
+    cached_response = (max_new_tokens - 1) // steps * steps  # the last burst stays staged
     return cls(
       Blocks.of(cached_prompt, block_size(cached_prompt), steps),
       Blocks.of(cached_response, block_size(cached_response), steps),
@@ -118,7 +118,7 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies; it copies keys if it reads only some blocks."""
+    """The most keys per slot that a burst copies; it copies a part if it reads only some blocks."""
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
@@ -149,7 +149,8 @@ def read_back(x: Array) -> Array:
 class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
-  A block of all slots is contiguous for each head, so that no read copies more than the block.
+  For each head, the blocks of all slots with one index are contiguous, so that no read copies other
+  blocks.
   With dtype int8, keys and values are rounded by `round_to_int8`.
   """
 
@@ -337,8 +338,8 @@ def choose_cache(
   obstacle = _pages_obstacle(platform, head_dims, dtype, plain, cache_format)
   if wanted == "pages" and obstacle:
     raise ValueError(
-      f"config.sampling.cache={wanted!r} needs {obstacle}; change that, or choose one of"
-      " ['auto', 'blocks']"
+      f"config.sampling.cache={wanted!r} needs {obstacle}; meet this requirement, or choose one"
+      " of ['auto', 'blocks']"
     )
   if wanted == "auto" and obstacle and platform == "tpu":
     message = "config.sampling.cache=auto uses the slower blocks: pages need %s"

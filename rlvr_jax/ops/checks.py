@@ -31,7 +31,7 @@ def check_between(
     close = ")" if open_high or high == math.inf else "]"
     raise ValueError(
       f"{owner}: {name} = {value!r} is not a number in {bracket}{low:g}, {high:g}{close};"
-      f" set {name} within it"
+      f" set {name} within this range"
     )
 
 
@@ -41,7 +41,7 @@ def check_integer(owner: str, name: str, value: int, *, low: int, high: int | No
   if not is_integer or value < low or (high is not None and value > high):
     within = f" ≥ {low}; set {name} to {low} or more"
     if high is not None:
-      within = f" in [{low}, {high}]; set {name} within it"
+      within = f" in [{low}, {high}]; set {name} within this range"
     raise ValueError(f"{owner}: {name} = {value!r} is not an integer{within}")
 
 
@@ -66,10 +66,10 @@ def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) ->
 
 
 def check_reasons(owner: str, reasons: Mapping[str, object], *, remedy: str = "") -> None:
-  """Raises ValueError with the first reason that applies, between `owner` and `remedy`.
+  """Raises ValueError if a reason applies; its message is owner + first such reason + remedy.
 
   Args:
-    owner: the setting that is refused, such as "config.fleet.samplers = True, but ".
+    owner: start of the message, such as "config.fleet.samplers = True, but ".
     reasons: text of a reason → whether the reason applies. A text may also say what to change.
     remedy: text on what to change, whatever the reason is.
   """

@@ -10,8 +10,8 @@ from typing import Any
 def component_repr(component: tuple[Any, ...]) -> str:
   """The call that makes an equal component, such as "grpo(epsilon=1e-06)".
 
-  The functions of a component have its hyper-parameters in their closures, so no factory has to
-  repeat them here. "…" stands for a hyper-parameter that no closure has under its name.
+  Hyper-parameters are read from the closures of the component's functions, so no factory has to
+  list them. A hyper-parameter is shown as "…" if no closure has a variable of its name.
 
   Args:
     component: NamedTuple whose fields are the functions that a factory has made, and plain values.

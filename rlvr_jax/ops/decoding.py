@@ -4,7 +4,7 @@ Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.cac
 largest of all scores is found. Then each block is summed separately, and the sums of blocks are
 added in order. A block without a visible key adds zeros, so that a row's bits do not depend on the
 number of blocks that other rows need. On CPUs in bfloat16, bits may depend on this number, since
-XLA orders some sums by it.
+it changes the order of additions in some of XLA's sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASKED = -1e30  # far below any score, so that exp(masked − largest) is exact
 
 
 class _Sums(NamedTuple):
-  """The sums of a softmax that is not divided by its total yet."""
+  """The sums of an unnormalized softmax over some keys."""
 
   peak: Array  # [K, slots, n], the largest score
   total: Array  # [K, slots, n], Σ exp(score − peak)

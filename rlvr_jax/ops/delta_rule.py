@@ -77,8 +77,8 @@ def delta_rows(inputs: Inputs, rows: Rows, read: Callable[[Inputs], Tokens]) -> 
     inputs: arrays [R, L, ...] of R rows of L tokens.
     rows: the sequences in the rows. In each row a prompt comes before its rollouts, and its
       rollouts before the next prompt.
-    read: inputs of some tokens → their `Tokens`. It is called for each chunk, so that heads never
-      exist for the whole row.
+    read: inputs of some tokens → their `Tokens`. It is called chunk by chunk, so that the `Tokens`
+      of a whole row never exist at once.
   Returns:
     o [R, L, N, d_v], arbitrary at padding; and the state [R, N, d_k, d_v] after the last token of
     each row.
@@ -119,7 +119,7 @@ def conv_rows(x: Array, taps: Array, rows: Rows) -> Array:
   first, prompt_length = sequence_starts(rows, index)
   inputs = [x]
   for back in range(1, taps.shape[1]):
-    before = first - (index - back)  # how far the input lies before the token's own sequence
+    before = first - (index - back)  # tokens from the input to the sequence's start
     place = jnp.where(before <= 0, index - back, rows.prompt_ends - before)
     exists = (before <= prompt_length) & (rows.prompts >= 0)
     earlier = jnp.take_along_axis(x, jnp.where(exists, place, 0)[..., None], axis=1)
@@ -263,10 +263,10 @@ def _link(chunk: tuple[Rows, Array], length: int) -> _Links:
   visible = is_visible(index[:, None], field(rows.starts), field(rows.prompt_ends), index, None)
   visible &= (field(rows.prompts) == rows.prompts[:, None]) & field(is_token)
   starts, prompt_length = sequence_starts(rows, index)
-  begins = starts >= first  # in this chunk
-  follows = begins & (prompt_length > 0)  # as a rollout, its prompt
+  begins = starts >= first  # whether the token's sequence begins in this chunk
+  follows = begins & (prompt_length > 0)  # and is a rollout, which follows its prompt
   from_prompt = is_token & follows & (rows.prompt_ends <= first)
-  is_prompt_cut = rows.prompt_ends - prompt_length < first  # it begins in an earlier chunk
+  is_prompt_cut = rows.prompt_ends - prompt_length < first  # the prompt begins in an earlier chunk
   from_last = is_token & (~begins | (follows & ~from_prompt & is_prompt_cut))
   end = jnp.max(jnp.where(is_token, rows.prompt_ends, 0) * (rows.prompt_ends <= index[-1] + 1), 1)
   last = jnp.broadcast_to(index == jnp.minimum(index[-1], length - 1), is_token.shape)
@@ -278,8 +278,10 @@ def _chunk(
   chunk: tuple[Inputs, _Links],
   read: Callable[[Inputs], Tokens],
 ) -> tuple[tuple[Array, Array], Array]:
-  """Computes a chunk from the states [R, N, d_k, d_v] after the last token and the last prompt.
+  """Computes a chunk of tokens from the states before it.
 
+  Args:
+    states: [R, N, d_k, d_v] each, after the last earlier token and the last prompt that has ended.
   Returns:
     The same two states after the chunk, and o [R, C, N, d_v].
   """
@@ -329,7 +331,7 @@ def _invert(x: Array) -> Array:
   The method is substitution over blocks that double in size. It is stable and uses only matrix
   products.
   """
-  x = jax.lax.optimization_barrier(x)  # without it XLA computes x again in every product
+  x = jax.lax.optimization_barrier(x)  # else XLA computes x again in every product
   size = x.shape[-1]
   index = np.arange(size)
   product = functools.partial(jnp.matmul, precision=EXACT)

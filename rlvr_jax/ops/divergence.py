@@ -25,12 +25,12 @@ class Divergence:
   Attributes:
     alpha: α, in [0, 1].
     support: S: "all", or the top k tokens of "student" or "teacher", or the "union" of both. Tokens
-      as probable as the least probable of these are included. S is constant for differentiation.
+      tied with the k-th are included. S is constant for differentiation.
     top_k: k; 0 with "all".
-    rest: the treatment of the mass outside S: "renormalize": π and τ are conditioned on S, so that
-      this mass has no gradient; "tail": the mass is one more token; "drop": the mass is left out,
-      so that the sum is not a divergence; or "score", Σ_S −sg(w·(log τ − log π))·π/sg(π) (α = 1),
-      where w is π conditioned on S.
+    rest: the treatment of the mass outside S. "renormalize": π and τ are conditioned on S, so that
+      this mass has no gradient. "tail": the mass counts as one more token. "drop": the mass is left
+      out, so that the sum is not a divergence. "score" needs α = 1 and no floor: the result is
+      Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S.
     floor: the least value at a token, below which there is no gradient; None for no floor.
   Raises:
     ValueError: a field is out of range, or contradicts other fields.
@@ -51,13 +51,17 @@ class Divergence:
       check_between("divergence", "floor", self.floor)
     if (self.support == "all") != (self.top_k == 0):
       raise ValueError(
-        f"divergence: top_k = {self.top_k} with support = {self.support!r}; set top_k ≥ 1 beside"
-        " 'student', 'teacher' or 'union', and 0 beside 'all'"
+        f"divergence: top_k = {self.top_k} with support = {self.support!r}; support 'all' needs"
+        " top_k = 0, and 'student', 'teacher' and 'union' need top_k ≥ 1"
       )
     if self.rest == "score" and self.alpha != 1:
-      raise ValueError(f"divergence: rest = 'score' with alpha = {self.alpha}; set alpha = 1")
+      raise ValueError(
+        f"divergence: rest = 'score' with alpha = {self.alpha}; 'score' needs alpha = 1"
+      )
     if self.rest == "score" and self.floor is not None:
-      raise ValueError(f"divergence: rest = 'score' with floor = {self.floor}; set floor = None")
+      raise ValueError(
+        f"divergence: rest = 'score' with floor = {self.floor}; 'score' needs floor = None"
+      )
     if self.rest != "renormalize" and self.support == "all":
       raise ValueError(
         f"divergence: rest = {self.rest!r} with support = 'all', which leaves no rest; set support"

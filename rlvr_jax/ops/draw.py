@@ -1,4 +1,4 @@
-"""Draws tokens: 64 random bits and one pass over the logits, by exact integer sums.
+"""Draws each token by exact integer sums, with 64 random bits and one pass over the logits.
 
 A token v is drawn by inverting the distribution function. Its weight is exp(z_v − max z), rounded
 down to a multiple of 2⁻⁴⁴. Weights are added as integers, so that blocks of the vocabulary and the
@@ -38,8 +38,7 @@ def draw_tokens(
 
   Args:
     logits: f32[R, V], V at most 2²⁰; or of another float type.
-    sampling: the distribution; at temperature 0 the token with the largest logit is taken, the
-      first of several.
+    sampling: the distribution; at temperature 0 the first token with the largest logit is taken.
     bits: u32[R, 2], random.
     shards: number of devices over which V is split, each of which sums its own part; no effect on
       results.
@@ -49,7 +48,10 @@ def draw_tokens(
   """
   vocabulary = logits.shape[-1]
   if vocabulary > _LARGEST_VOCABULARY:
-    raise ValueError(f"a vocabulary of {vocabulary}; at most {_LARGEST_VOCABULARY} can be sampled")
+    raise ValueError(
+      f"a vocabulary of {vocabulary} tokens is too large to sample from; at most"
+      f" {_LARGEST_VOCABULARY} tokens are allowed"
+    )
   if sampling.temperature == 0:
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     largest = jnp.max(logits, axis=-1)
@@ -129,7 +131,7 @@ def _subtract(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _cumulative(values: _Pair) -> _Pair:
-  """The cumulative sums of values [R, n], in runs of √n, which takes a GPU few kernels."""
+  """The cumulative sums of values [R, n], in runs of √n, for which a GPU launches few kernels."""
   count = values[0].shape[-1]
   run = math.isqrt(count - 1) + 1
   in_runs = lambda x: jnp.pad(x, [(0, 0), (0, -count % run)]).reshape(len(x), -1, run)
@@ -141,7 +143,7 @@ def _cumulative(values: _Pair) -> _Pair:
 
 
 def _sums_until(values: _Pair, *, include: bool) -> _Pair:
-  """Cumulative sums along the last axis, which contain the value at their index if `include`."""
+  """Sums along the last axis of the values before each index, and at the index if `include`."""
   index = jnp.arange(values[0].shape[-1])
   counts = index[:, None] >= index + (not include)
   mask = lambda x: jnp.where(counts, x[..., None, :], 0)

@@ -1,6 +1,6 @@
 """Products of rows with the matrix of their group: one function, three implementations.
 
-Rows are sorted by group, so that a matrix is read only for its own rows. `reference` is
+Rows are sorted by group, so that a matrix is read for its group's rows only. `reference` is
 `jax.lax.ragged_dot`. `blocks` is for CPUs: each group begins at a multiple of a block, and a loop
 multiplies block after block by the matrix of its group. At most one block per group is partly
 filled. On CPUs `ragged_dot` would multiply every row by every matrix, and copy the rows once for
@@ -11,7 +11,7 @@ rows in a product is fixed, so that neighbors and the sizes of groups do not cha
 
 A row that belongs to no group may hold any value, also NaN, and no result depends on it. Such rows
 are not cleared, since clearing takes a pass over all rows each time, which on TPUs costs nearly as
-much as a product. Only in `blocks`, where such rows lie between groups, are they 0.
+much as a product. Such rows are 0 only in `blocks`, where they also lie between groups.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Groups(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Order:
-  """The rows of N tokens with k choices each, among M rows that are sorted by group."""
+  """Assigns N tokens' choices, k each, to M rows that are sorted by group."""
 
   groups: Groups
   rows: Array  # i32[N, k], the row of each choice; M: the token chose no group
@@ -58,7 +58,7 @@ class Order:
 
   @property
   def chosen(self) -> Array:
-    """For each of a token's k choices, whether it is a group, bool[N, k]."""
+    """Whether each choice names a group, bool[N, k]; False where the token chose none."""
     return self.rows < len(self.choices)
 
 
@@ -83,8 +83,8 @@ def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
     obstacle = f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
   if wanted == "megablox" and obstacle:
     raise ValueError(
-      f"config.model.overrides.expert_products='megablox' needs {obstacle}; change that, or choose"
-      " one of ['auto', 'reference', 'blocks']"
+      f"config.model.overrides.expert_products='megablox' needs {obstacle}; meet this"
+      " requirement, or choose one of ['auto', 'reference', 'blocks']"
     )
   if wanted != "auto":
     return wanted

@@ -1,10 +1,10 @@
 """Layers of several kinds: how their parameters are stacked, and the loops that compute layers.
 
 A layer's kind is a pair of names, of its mixer and of the part after the mixer. The mixer is
-"attention"; "full", attention whose heads differ from the sliding layers' heads; or "delta", a
-gated DeltaNet. The part after it is "dense", an MLP, or "sparse", experts. A parameter under
-"blocks" is stacked over the layers that have it, in their order. Layers are computed in loops over
-a pattern that repeats, so that a program has each layer of a pattern once. If all layers are alike,
+"attention", "full" (attention whose heads differ from the sliding layers' heads) or "delta" (a
+gated DeltaNet). The part after the mixer is "dense" (an MLP) or "sparse" (experts). A parameter
+under "blocks" is stacked over the layers that have it, in their order. Layers are computed in loops
+over a repeating pattern, so that each layer of a pattern is compiled once. If all layers are alike,
 there is one loop over one layer.
 """
 
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
 
 def stack_of(name: str) -> str:
-  """The name, one of `STACKS`, of the stack of layers that have the parameters blocks/`name`."""
+  """The stack, one of `STACKS`, whose layers have the parameters blocks/`name`."""
   return _STACKS.get(name, ALL)
 
 
@@ -68,7 +68,7 @@ def take_rows(
   rows: Mapping[str, Any],
   take: Callable[[Array, Any], Array] = lambda stacked, row: stacked[row],
 ) -> Params:
-  """The parameters of one layer, whose row in each stack is given; `take` selects a row."""
+  """The parameters of one layer: `rows` gives its row in each stack, `take` selects the row."""
   in_rows = {name: part for name, part in stacks.items() if stack_of(name) in rows}
   of_stack = lambda name: lambda stacked: take(stacked, rows[stack_of(name)])
   return {name: jax.tree.map(of_stack(name), part) for name, part in in_rows.items()}

@@ -87,7 +87,7 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
 
   Args:
     logits: f32[..., V].
-    sampling: temperature 0 puts all mass on the first largest logit.
+    sampling: temperature 0 puts all mass on the first token with the largest logit.
   Returns:
     f32[..., V], −inf for a token that is never sampled.
   """
@@ -225,7 +225,7 @@ def token_statistics(
     projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
     wanted: bool[P, ...], the tokens to compute; None: all tokens. Other tokens get the value 0.
       Each device moves its wanted tokens to its first chunks, and skips the head for chunks without
-      a wanted token. The sum over tokens in the kernel's gradient takes this order.
+      a wanted token. So the kernel's gradient sums over tokens in this order.
     masses: whether to compute the total probability of each probability bin.
     squares: whether to compute the sums of squared probabilities.
     teacher: the teacher whose logits are computed beside the student's, by chunks; None omits
@@ -233,7 +233,9 @@ def token_statistics(
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
-    raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
+    raise ValueError(
+      "token_logprobs: temperature=0 is greedy decoding, which has no density; set temperature > 0"
+    )
   rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
   compared = teacher and _Compared(
     teacher.divergence, teacher.temperature, float(teacher.head.scale), teacher.head.soft_cap
@@ -250,7 +252,7 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """The name of the scope around the loop over wanted tokens on a device with `places` tokens."""
+  """The scope name of the loop over wanted tokens, for a device that holds `places` tokens."""
   return f"wanted_of_{places}"
 
 
@@ -258,7 +260,7 @@ def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
   """The number of chunks that a device computes if only some of its tokens are wanted.
 
   Args:
-    places: number of tokens of the device.
+    places: number of tokens on the device, wanted or not.
     wanted: number of wanted tokens among these tokens.
     chunk_rows: tokens whose logits a device holds at once.
   """
@@ -305,7 +307,7 @@ def _statistics(setting, hidden, kernel, tokens, projection, wanted, taught):
 
 @jax.named_scope("head")
 def _statistics_and_terms(setting, hidden, kernel, tokens, projection, wanted, taught):
-  """The statistics, and the `_SoftmaxTerms` [P, ...] that spare the backward pass a softmax."""
+  """The statistics, and the `_SoftmaxTerms` [P, ...], which the backward pass uses again."""
 
   def on_device(hidden, tokens, of_teacher, wanted, kernel, projection, teacher_kernel):
     def chunk(carry, args):

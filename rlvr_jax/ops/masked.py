@@ -57,7 +57,7 @@ def for_tokens(coefficients: Array) -> Array:
 
 
 def token_share(marked: Array, mask: Array) -> Mean:
-  """The fraction of the kept tokens that are marked, with the marks themselves.
+  """The fraction of the kept tokens that are marked, as a metric that also holds the marks.
 
   Args:
     marked: [P, G, T], bool or in [0, 1].
@@ -68,5 +68,5 @@ def token_share(marked: Array, mask: Array) -> Mean:
 
 
 def mean_metric(x: Array, mask: Array) -> Mean:
-  """The undivided mean of the kept entries of `x`, broadcast to the mask's shape."""
+  """The mean of the kept entries of `x`, as a metric; `x` is broadcast to the mask's shape."""
   return Mean(total=masked_sum(x, mask), weight=masked_count(mask))

@@ -4,7 +4,7 @@ It builds on `jax.experimental.pallas.ops.tpu.megablox`, whose functions may cha
 release; tested with jax 0.7.2 and 0.10.2.
 
 A kernel visits every tile of 128 rows that is not empty, once for each group with rows in the tile.
-If a tile's whole inner dimension fits, it is one product. Then an expert whose rows lie in two
+An inner dimension of at most 2048 (`_MATRIX`) is not split. Then an expert whose rows lie in two
 tiles is fetched once, since the kernel keeps a matrix while its index stays the same. A row's sum
 is accumulated in float32 in an order that no other row changes.
 """

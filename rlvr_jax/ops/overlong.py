@@ -21,7 +21,8 @@ def overlong_penalty(
   Args:
     lengths: [P, G], response tokens.
     max_response_length: tokens, the sampler's limit.
-    overlong_buffer: tokens before the limit over which the penalty rises, from 1 to the limit.
+    overlong_buffer: the number of tokens before the limit over which the penalty rises from 0 to
+      1; at least 1, and at most `max_response_length`.
   Returns:
     f32[P, G], in [0, 1], in units of reward.
   Raises:

@@ -32,7 +32,7 @@ from rlvr_jax.types import Array
 def paged_sums(
   queries: Array, pages: Pages, lengths: Array, *, cores: int = 1
 ) -> tuple[Array, Array, Array]:
-  """The sums of an undivided softmax of a slot's query over the first tokens of the slot's pages.
+  """For each slot, the sums of an unnormalized softmax over the first tokens of the slot's pages.
 
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 
@@ -40,8 +40,8 @@ def paged_sums(
     queries: [slots, N, H], times the scale of the scores.
     pages: the pages on this device.
     lengths: i32[slots], number of tokens to read.
-    cores: number of cores of the device, which share the slots; if it does not divide the slots,
-      one core does all.
+    cores: number of cores of the device, which share the slots. One core computes all slots if
+      this number does not divide the number of slots.
   Returns:
     The largest scores, f32[K, slots, N/K], −∞ for a slot without tokens; Σ exp(score − largest),
     f32[K, slots, N/K]; and Σ exp(score − largest)·v, f32[K, slots, N/K, H].

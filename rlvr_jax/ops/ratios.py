@@ -1,4 +1,4 @@
-"""Ratios ρ = π/β of the policy and the behavior policy, per token and response, and statistics."""
+"""Ratios ρ = π/β of policy and behavior policy, per token and response, and their statistics."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
 
 def lag_metrics(batch: TrainBatch) -> Metrics:
-  """staleness/mean and staleness/max: the lag in updates of loss tokens that this run sampled."""
+  """staleness/mean and staleness/max: the lag, in updates, of loss tokens that this run sampled."""
   lags = jnp.asarray(batch.lags)
   from_this_run = (batch.mask > 0) & (lags >= 0)
   lags = lags.astype(jnp.float32)

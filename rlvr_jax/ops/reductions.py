@@ -30,7 +30,7 @@ _EMPTY = {Max: -jnp.inf, Min: jnp.inf}  # the extremes of nothing
 
 
 def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
-  """The function that reduces each field of a metric's kind."""
+  """The function that merges two metrics of a kind, field by field."""
   if kind is Max:
     return jnp.maximum
   if kind is Min:
@@ -49,7 +49,8 @@ def merge(a: Metric, b: Metric) -> Metric:
   """
   if type(a) is not type(b):
     raise TypeError(
-      f"cannot merge {type(a).__name__} with {type(b).__name__}: a metric keeps its kind."
+      f"cannot merge {type(a).__name__} with {type(b).__name__}: the records of a metric must be"
+      " of one kind; give a metric of another kind another name."
     )
   return jax.tree.map(_field_reduction(type(a)), a, b)
 
@@ -93,7 +94,10 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def empty(metrics: Metrics) -> Metrics:
-  """Records without data, like the given arrays or shapes; merging with them changes nothing."""
+  """Records without data, with the shapes of the given arrays or shape structs.
+
+  Merging with them changes nothing.
+  """
 
   def make_empty(metric: Metric) -> Metric:
     _field_reduction(type(metric))  # raises TypeError unless it is a metric

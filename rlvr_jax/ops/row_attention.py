@@ -2,8 +2,8 @@
 
 `reference` uses XLA's operations on any platform. It computes float32 scores block by block, and in
 long rows skips blocks without a visible key. `whole` computes all scores of a row in one product,
-which takes a GPU few kernels. `splash` is the flash kernel for TPUs; `cudnn` is the kernel for
-NVIDIA GPUs, which computes a row's full triangle of scores under a mask.
+for which a GPU launches few kernels. `splash` is the flash kernel for TPUs; `cudnn` is the kernel
+for NVIDIA GPUs, which computes a row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def choose_attention(
   }
   if obstacle := obstacles.get(wanted):
     raise ValueError(
-      f"config.model.overrides.attention={wanted!r} needs {obstacle}; change that, or choose one of"
-      " ['auto', 'reference', 'whole']"
+      f"config.model.overrides.attention={wanted!r} needs {obstacle}; meet this requirement, or"
+      " choose one of ['auto', 'reference', 'whole']"
     )
   if wanted != "auto":
     return wanted
@@ -266,7 +266,7 @@ def _whole(queries, keys, values, rows, slides, *, scale, window, soft_cap):
 
 
 def _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_size=_DENSE_BLOCK):
-  """Attends in all rows at once, by blocks of queries; keys after a block are not computed."""
+  """Attends in all rows at once, by blocks of queries, without scores of keys after the block."""
   R, L, N, H = queries.shape
   K = keys.shape[2]
   # Queries that share a key head become rows of one matrix: [R, K, L·n, H], n = N/K.
@@ -283,7 +283,7 @@ def _attend_densely(queries, keys, values, rows, window, scale, soft_cap, block_
     visible = _visible_keys(rows, block, until, window)
     score = jnp.where(visible[:, None, :, None], score, _MASKED)
     peak = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
-    weights = jnp.exp(score - peak)  # at padding, without a visible key, all equal
+    weights = jnp.exp(score - peak)  # all 1 at padding, which sees no key
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(values.dtype).reshape(R, K, -1, score.shape[-1])
     mixed = _product(weights, values[:, :, until])
@@ -336,7 +336,7 @@ def _attend_forward(queries, keys, values, row, window, scale, soft_cap):
     shape = (K, n * _BLOCK, 1)
     start = (jnp.full(shape, _MASKED, dtype), jnp.zeros(shape, dtype), jnp.zeros(q.shape, dtype))
     peak, total, mixed = jax.lax.fori_loop(0, count, visit, start)
-    total = jnp.where(total > 0, total, 1)  # 0 at padding, without a visible key
+    total = jnp.where(total > 0, total, 1)  # 0 at padding, which sees no key
     return mixed / total, peak + jnp.log(total)
 
   blocks = (_split(queries, K), tokens, *_visits(row, window))

@@ -40,9 +40,10 @@ def round_to_blocks(length: int) -> int:
 
 
 def short_row(length: int) -> int:
-  """The length in tokens to which a mostly empty row is cut before it is computed.
+  """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
-  It is a third of the row, rounded down to whole blocks of the splash kernel if a third has any.
+  It is a third of the row. A third with at least one of the splash kernel's blocks is rounded down
+  to whole blocks.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -51,14 +52,14 @@ def short_row(length: int) -> int:
 def is_visible(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Whether a key of a query's own prompt is visible to the query; all arguments broadcast.
+  """Whether a query sees a key with the same index in `Rows.prompts`; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.
     starts, prompt_ends: i32, the query's fields in `Rows`.
     window: tokens of its own sequence that a query attends to, itself included; None: all.
   Returns:
-    bool; the caller must check that the key has the query's prompt and is not padding.
+    bool; the caller must check that both have the same prompt, and that the key is not padding.
   """
   in_prompt = key < prompt_ends
   visible = (key <= query) & (in_prompt | (key >= starts))

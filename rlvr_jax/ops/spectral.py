@@ -22,7 +22,7 @@ NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
 
 class Spectrum(NamedTuple):
   eigenvalues: Array  # f32[B], descending
-  vectors: Array  # f32[B, B], columns, in the same order
+  vectors: Array  # f32[B, B], whose columns are the eigenvectors in that order
   usable: Array  # bool[], False if the Gram was zero or not finite, and replaced by the identity
 
 
@@ -147,8 +147,8 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
 def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
   """A random orthonormal basis, the columns of f32[B, B].
 
-  The first n columns, for n valid rollouts bool[B], are 0 at the other rollouts. Up to signs, they
-  are uniformly distributed among such bases.
+  If `valid`, bool[B], marks n rollouts, the first n columns are 0 at the other rollouts. Up to
+  signs, these columns are uniformly distributed among such bases.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]

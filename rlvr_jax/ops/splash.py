@@ -4,10 +4,10 @@ It builds on `jax.experimental.pallas.ops.tpu.splash_attention`, whose construct
 any release; tested with jax 0.7.2 and 0.10.2.
 
 The kernel compares segment ids for equality only, which would hide a prompt from its rollouts. So a
-segment is a prompt with all its rollouts, and a mask computed in the kernel from the query's
-`q_sequence` (its index, its rollout's start and its prompt's end, packed into 32 bits) admits the
-query's own rollout and its prompt. The set of blocks to run is data: the tables that the kernel
-prefetches are traced arrays.
+segment is a prompt with all its rollouts, and a mask admits only the query's own rollout and its
+prompt. The kernel computes this mask from the query's `q_sequence`: the query's index, its
+rollout's start and its prompt's end, packed into 32 bits. The blocks to run are chosen at run time:
+the tables that the kernel prefetches are traced arrays.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Mask:
 
 
 def _bits(length: int) -> tuple[int, int, int]:
-  """The bits of an index in the row, the bits of index / alignment, and the alignment."""
+  """The number of bits of an index in the row, that of index / alignment, and the alignment."""
   alignment = splash_alignment(length)
   return (length - 1).bit_length(), ((length - 1) // alignment).bit_length(), alignment
 
@@ -86,7 +86,7 @@ def splash_attention(
   q_sequence = _q_sequence(row)
   kernel = kernels.SplashAttentionKernel(
     forward.mask_info(q_sequence),
-    None,  # for a backward kernel of queries only; the fused one computes all three gradients
+    None,  # unused: the mask of a separate kernel for the gradient of the queries
     backward.mask_info(q_sequence),
     block_sizes=kernels.BlockSizes(
       block_q=forward.q,
@@ -146,7 +146,7 @@ def _plan_forward(row: Rows, window: int | None) -> _Plan:
 
 
 def _plan_backward(row: Rows, window: int | None) -> _Plan:
-  """The plan of the backward pass; steps after the last step that runs keep that step's block."""
+  """The plan of the backward pass; skipped steps after the last that runs fetch no new block."""
   sizes = next(sizes for longest, sizes in _BACKWARD.items() if row.prompts.shape[0] <= longest)
   q, kv, runs = _block_pairs(row, window, *sizes)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
@@ -204,7 +204,7 @@ def splash_cost(
   R, L = rows.prompts.shape
   N, K, H = num_heads, num_kv_heads, head_dim
   query_bytes, key_bytes = N * L * H * item_bytes, K * L * H * item_bytes
-  lanes, sublanes = 128 * 4, 8 * 4  # bytes per token of the kernels' operands besides the heads
+  lanes, sublanes = 128 * 4, 8 * 4  # bytes per token of normalizers, segment ids and the like
   total = np.zeros(4)
   for runs, fetched in zip(*forward, strict=True):
     q, kv = L // runs.shape[0], L // runs.shape[1]

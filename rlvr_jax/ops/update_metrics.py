@@ -64,7 +64,8 @@ def policy_metrics(
   Args:
     logprobs, entropy: f32[P, G, T], the policy's log-probabilities and entropies.
     coefficients: f32[P, G] or f32[P, G, T], as given to the loss.
-    sources: names of the policies that sampled the rollouts; several are reported separately.
+    sources: names of the policies that sampled the rollouts; if there are several, some metrics
+      are also reported per source.
   """
   metrics = {
     **behavior_metrics(logprobs, batch),

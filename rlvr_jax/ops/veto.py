@@ -1,9 +1,9 @@
 """Negative-advantage veto: exclude tokens that the current policy would no longer sample.
 
-A stage-based run trains on responses of an old policy. In a rollout with advantage A < 0, a
-*trigger* is a token whose ratio ρ = π/β shows that the current policy would not sample this prefix
-any more. Lowering the probabilities of the tokens after it is meaningless. Source: μ-GRPO
-(arXiv:2605.17570).
+In a run with stages, later updates train on responses of an old policy. In a rollout with advantage
+A < 0, a *trigger* is a token whose ratio ρ = π/β shows that the current policy would not sample
+this prefix any more. Lowering the probabilities of the tokens after it is meaningless. Source:
+μ-GRPO (arXiv:2605.17570).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def vetoed_tokens(triggers: Array, negative: Array, *, scope: str) -> Array:
 
   Args:
     triggers: bool[P, G, T].
-    negative: [P, G, T], m·1[A < 0], with each token's own coefficient if there is one.
+    negative: [P, G, T], m·1[A < 0]; A is the token's own coefficient if there is one per token.
   Returns:
     bool[P, G, T].
   """
@@ -77,12 +77,14 @@ def negative_advantage_veto(
 ) -> Veto:
   """Makes a transform of any loss that excludes tokens with negative advantage.
 
+  **open** marks our reading where the paper leaves a choice.
+
   Args:
     scope: the tokens to veto, one of `SCOPES`; the default keeps the triggers themselves.
     threshold: κ > 0, a ratio. **open**.
     trigger: "below" triggers where ρ < κ, "above" where ρ > κ. **open**.
     renormalize: whether to remove vetoed tokens also from the aggregation's denominator, which
-      gives the remaining tokens more weight. **open**; by default the mask is not changed.
+      gives the remaining tokens more weight; by default the mask is not changed. **open**.
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
