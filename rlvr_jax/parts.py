@@ -339,7 +339,7 @@ def reweighted(
     gram: f32[B, B], the result of `gram_of_head` or `gram_of_gradients`, not divided by B; None if
       the rule does not need it.
     valid: bool[P, G], as for `advantages_of`; None: all rollouts are valid.
-    key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
+    key: random key; only SALT's ablation `random_subspace` reads it. None: `jax.random.key(0)`.
   Raises:
     ValueError: the rule is not a component, an array has another shape, or the rule needs `gram`.
   """
@@ -359,7 +359,7 @@ def reweighted(
 
 
 def _check_component(name: str, value: Any, kind: type, room: str) -> None:
-  """Raises ValueError for a factory that was not called, a string, or any other value."""
+  """Raises ValueError unless `value` is of type `kind`; the message explains common mistakes."""
   if isinstance(value, kind):
     return
   if isinstance(value, str):
@@ -375,7 +375,7 @@ def _check_component(name: str, value: Any, kind: type, room: str) -> None:
 
 
 def _check_shape(name: str, value: Any, *axes: str, **sizes: int) -> tuple[int, ...]:
-  """Returns an array's shape; raises ValueError unless it has `axes`, and the given `sizes`."""
+  """Returns an array's shape; raises ValueError if its number of axes or a known size is wrong."""
   shape = jnp.shape(value)
   if len(shape) == len(axes) and all(
     sizes.get(axis, size) == size for axis, size in zip(axes, shape, strict=True)

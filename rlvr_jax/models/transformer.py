@@ -121,7 +121,7 @@ class TransformerConfig:
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   pre_norm: bool = True  # a norm before attention and before the MLP
-  post_norm: bool = False  # a norm after attention and after the MLP (Gemma; alone in OLMo 2)
+  post_norm: bool = False  # a norm after attention and the MLP: Gemma; without pre_norm, OLMo 2
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
   matmul_precision: str = "auto"  # float32 products: auto, highest, default
@@ -237,7 +237,7 @@ class TransformerConfig:
     """The settings of the mixture; None: all layers have an MLP."""
     if not self.num_experts:
       return None
-    # A run has replaced "auto" by its platform's kind; other callers get "blocks".
+    # A run resolves "auto" for its platform before this; other callers get "blocks".
     products = "blocks" if self.expert_products == "auto" else self.expert_products
     return ExpertSettings(
       number=self.num_experts,
