@@ -78,7 +78,7 @@ def get_config() -> ConfigDict:
     prompts=32,  # P, prompts per update
     group_size=8,  # G, rollouts per prompt
     # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
-    # With 0 for both fields, the first batch chooses their values, which the run then keeps.
+    # With 0 for both fields, a run chooses their values for its first batch, and keeps them.
     tokens_per_micro_batch=0,  # tokens on each device, rounded down to whole rows, at least one
     # Least tokens of a row. If only this is 0, a row has room for a prompt and 8 times as many
     # response tokens.

@@ -345,7 +345,7 @@ class Preflight:
     return Finding(OK, text)
 
   def check_grader(self) -> Finding:
-    """The grading processes start, pass their self-tests, and grade every problem's own answer."""
+    """The grading processes start, pass their self-tests, and grade the reference answers."""
     parts = _require(self.parts, "the configuration has failed")
     with grader_pool(self.config.grading, parts.task) as pool:
       check_first_grade(parts.grading.outcome_policy, pool, parts.task)

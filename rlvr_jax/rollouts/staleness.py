@@ -84,7 +84,7 @@ class RecordedRun:
           self.versions[number] = sorted({*self.versions[number], *of_draw})
     for number, info in enumerate(self._infos):
       lacks = "was removed" if info.get("removed") else ""
-      lacks = lacks or ("" if info.get("drawn") else "does not say how it was drawn")
+      lacks = lacks or ("" if info.get("drawn") else "has no record of how it was drawn")
       if len(self.versions[number]) > 1 and lacks:
         raise ValueError(
           f"{owner} is not replayed: batch {number} has several versions and {lacks}; choose a run"

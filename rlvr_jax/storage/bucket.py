@@ -137,7 +137,7 @@ class Bucket:
     Returns:
       The new generation.
     Raises:
-      ChangedError: the object has another generation, and its bytes are not `data`.
+      ChangedError: the object has another generation, or none, and its bytes are not `data`.
       UnreachableError: the request failed; the object may have been written nevertheless.
     """
     limit_s = min(deadline_s, self.allowed_s())

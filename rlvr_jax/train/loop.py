@@ -252,7 +252,8 @@ def save(run: Run, now: RunState) -> None:
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
   """The update from whose checkpoint all pending batches can be sampled again.
 
-  None if no batch is pending.
+  0 if the run repeats a recorded run that has batches of several versions. Otherwise None if no
+  batch is pending.
   """
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0

@@ -233,7 +233,7 @@ def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_pat
   assert [schedule.oldest_trained(t) for t in range(7)] == [0, 0, 0, 1, 2, 5, 6]
   with pytest.raises(ValueError, match=r"batch 2 .* version 0, a lag of 2 updates, above"):
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
-  with pytest.raises(ValueError, match="batch 6 has several versions and does not say how"):
+  with pytest.raises(ValueError, match="batch 6 has several versions and has no record of how"):
     simulated(max_lag=2, updates=7, recorded=str(tmp_path))
 
 

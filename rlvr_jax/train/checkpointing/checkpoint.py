@@ -231,7 +231,7 @@ class Checkpointer:
         self._writer.close()
 
   def _kept(self) -> set[int]:
-    """The steps to keep: the latest, the best (the first if several are), and one to go back to."""
+    """The steps to keep: the latest, the best (the earliest of equals), and one to go back to."""
     steps = self.steps()
     scored = [(x, -step) for step, x in self._metrics.items() if x is not None and x == x]
     best = [-max(scored)[1]] if scored else []

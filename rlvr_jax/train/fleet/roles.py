@@ -298,7 +298,7 @@ class Leader:
   """The sampler of the first of several processes; it sends its calls to the other processes."""
 
   def __init__(self, inner: ComparedSampler, reader: PolicyReader):
-    """Binds this process's sampler, and a reader of policies on the mesh of all processes."""
+    """Keeps this process's sampler, and a reader of policies on the mesh of all processes."""
     self._inner, self._reader = inner, reader
 
   def offer(self, policy: Policy) -> None:

@@ -218,7 +218,7 @@ def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> 
     f"{1 - filled:.0%} of the positions in update {update} are padding: its rollouts do not fill"
     " a micro-batch on every device. Set a lower"
     f" config.batch.tokens_per_micro_batch (now {batch.tokens_per_micro_batch}) or"
-    f" config.batch.tokens_per_row (now {batch.tokens_per_row}; if both are 0, the first"
-    f" batch has chosen them), or raise config.batch.prompts = {batch.prompts}"
+    f" config.batch.tokens_per_row (now {batch.tokens_per_row}; if both are 0, the run"
+    f" chose values for its first batch), or raise config.batch.prompts = {batch.prompts}"
   )
   return {"padding": text if filled < _MOST else ""}

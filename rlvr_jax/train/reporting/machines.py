@@ -64,7 +64,7 @@ class Profile:
     self._open = False
 
   def before(self, update: int) -> None:
-    """Starts the trace before its first update, or at once if a run resumes within its updates."""
+    """Starts the trace if `update` is one of the updates to trace, and no trace is open."""
     if self.first <= update <= self.last and not self._open:
       self._open = True
       jax.profiler.start_trace(str(self._folder))

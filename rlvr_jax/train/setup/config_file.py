@@ -224,7 +224,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 
 
 def _needed_type(message: str) -> str:
-  """The flag libraries' message, in which the needed type replaces a known error of Python."""
+  """A flag library's message, with the needed type in place of a known error text of Python."""
   for pythons, needed in _NEEDED:
     before, separator, _ = message.partition(f": {pythons}")
     if separator:

@@ -355,8 +355,8 @@ def check_first_dialogue(
   Returns:
     A text that says how the environment answered; "" without a pool.
   Raises:
-    EnvironmentStartError: the environment failed, and config.grading.outcomes gives failures no
-      reward.
+    EnvironmentStartError: the environment failed, and config.grading.outcomes masks dialogues
+      whose environment failed.
   """
   if pool is None:
     return ""

@@ -25,7 +25,7 @@ _SAY_FROM_S = 5.0  # the duration is printed if it is longer
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
-  """Grades every problem's own answer, which must be correct, and an empty answer.
+  """Grades every problem's reference answer, which must be correct, and an empty answer.
 
   If problems are generated when sampled, only the first problems are graded. With a user's own
   grader, which may be slow, no more gradings begin after some seconds. Each of several processes
@@ -34,7 +34,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
   Returns:
     The number of problems that were graded.
   Raises:
-    GraderStartError: a problem's own answer is not correct, or the grader crashed and
+    GraderStartError: a problem's reference answer is not correct, or the grader crashed and
       config.grading.outcomes masks crashes. The message names files and lines.
   """
   began = time.monotonic()
@@ -63,14 +63,15 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
       warn(f"the graders are slow: only the first {count} problems were graded before the start")
       break
   if slow:
-    warn(f"the grader exceeds its time limit on the own answers of {_describe(slow, count)}")
+    warn(f"the grader exceeds its time limit on {_describe(slow, count)}")
   if faults:
     raise GraderStartError(
-      f"the grader does not fit {_describe(faults, count)}. A problem's own answer must be correct,"
-      " and no text may crash a grader: correct these lines, leave them out, or set another grader"
+      f"the grader does not fit {_describe(faults, count)}. A problem's reference answer must be"
+      " correct, and no text may crash a grader: correct these lines, leave them out, or set"
+      " another grader"
     )
   if (seconds := time.monotonic() - began) > _SAY_FROM_S:
-    say(f"graded {count} problems' own answers in {seconds:.0f} s")
+    say(f"graded {count} problems in {seconds:.0f} s")
   return count
 
 

@@ -26,7 +26,7 @@ ROWS_FILE = "rows.json"
 
 
 def read_rows(workdir: Path) -> RowTokens | None:
-  """The rows with which a run began; None if its first batch has not chosen rows yet.
+  """The rows with which a run began; None if no rows have been chosen for it yet.
 
   Older versions recorded the rows in config.json: its fields apply if there is no rows.json.
 
@@ -43,7 +43,8 @@ def read_rows(workdir: Path) -> RowTokens | None:
     except (OSError, ValueError) as error:
       raise WorkdirError(
         f"{path}, which records the rows of this run, cannot be read: {error}. Put back a"
-        " copy, or remove it: then the next batch chooses rows, and results differ by rounding"
+        " copy, or remove it: then rows are chosen for the next batch, and results differ by"
+        " rounding"
       ) from error
   if not (workdir / "config.json").exists():
     return None
@@ -53,7 +54,7 @@ def read_rows(workdir: Path) -> RowTokens | None:
 
 
 def write_rows(workdir: Path, tokens: RowTokens) -> None:
-  """Records the rows that a run has chosen; the file survives a crash of the machine."""
+  """Records the rows that were chosen for a run; the file survives a crash of the machine."""
   with replace_file(workdir / ROWS_FILE) as file:
     file.write((json.dumps(with_crc32(tokens._asdict())) + "\n").encode())
 
@@ -78,7 +79,7 @@ class RunRows:
     recorded: RowTokens | None,
     record: Callable[[RowTokens], None],
   ):
-    """Takes the rows that are configured, or else recorded.
+    """Takes the configured rows, or else the recorded rows.
 
     Args:
       placement: the placement of the run, with the configured rows, or with rows that fit any
@@ -108,7 +109,7 @@ class RunRows:
     return row_fields(self._tokens)
 
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:
-    """The run's placement, with rows that the first batch chooses.
+    """The run's placement, with rows that are chosen for the first batch.
 
     With several processes, all of them make the first call together.
 
