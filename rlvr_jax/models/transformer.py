@@ -121,7 +121,7 @@ class TransformerConfig:
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   pre_norm: bool = True  # a norm before attention and before the MLP
-  post_norm: bool = False  # a norm after attention and the MLP: Gemma; without pre_norm, OLMo 2
+  post_norm: bool = False  # norms after attention and after MLP: Gemma; without pre_norm, OLMo 2
   layer_scale: bool = False  # each layer's result times an untrained number (Gemma 4)
   compute_dtype: str = "float32"
   matmul_precision: str = "auto"  # float32 products: auto, highest, default

@@ -88,7 +88,7 @@ class CacheShape(NamedTuple):
   ) -> CacheShape:
     """The cache for S prompt and T response tokens.
 
-    Up to 64 tokens of a prompt or response are one block. More tokens are at most four blocks of at
+    Up to 64 cached tokens of a prompt or response are one block. More are at most four blocks of at
     least 32 tokens, or, with `pages`, pages of about (S + T) / 16 tokens, from 32 to 512. With
     dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within bursts,
     and steps before a turn's first token and after its last token are lost.
@@ -118,7 +118,11 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies; it copies a part if it reads only some blocks."""
+    """The most keys per slot that a burst copies.
+
+    If it does not read all blocks of the prompt, it copies those that it reads; likewise of the
+    response.
+    """
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
@@ -149,8 +153,7 @@ def read_back(x: Array) -> Array:
 class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
-  For each head, the blocks of all slots with one index are contiguous, so that no read copies other
-  blocks.
+  For each head, the i-th blocks of all slots are contiguous, so that no read copies other blocks.
   With dtype int8, keys and values are rounded by `round_to_int8`.
   """
 

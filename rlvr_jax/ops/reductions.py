@@ -30,7 +30,7 @@ _EMPTY = {Max: -jnp.inf, Min: jnp.inf}  # the extremes of nothing
 
 
 def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
-  """The function that merges two metrics of a kind, field by field."""
+  """The function that merges a field of two metrics of this kind."""
   if kind is Max:
     return jnp.maximum
   if kind is Min:
@@ -94,9 +94,9 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def empty(metrics: Metrics) -> Metrics:
-  """Records without data, with the shapes of the given arrays or shape structs.
+  """Records without data; merging with them changes nothing.
 
-  Merging with them changes nothing.
+  They have the shapes and dtypes of the given arrays, or of the given `jax.ShapeDtypeStruct`s.
   """
 
   def make_empty(metric: Metric) -> Metric:

@@ -52,7 +52,7 @@ def short_row(length: int) -> int:
 def is_visible(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Whether a query sees a key with the same index in `Rows.prompts`; all arguments broadcast.
+  """Whether a query sees a key of its prompt or of a rollout of it; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.

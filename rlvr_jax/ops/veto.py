@@ -1,9 +1,9 @@
 """Negative-advantage veto: exclude tokens that the current policy would no longer sample.
 
-In a run with stages, later updates train on responses of an old policy. In a rollout with advantage
-A < 0, a *trigger* is a token whose ratio ρ = π/β shows that the current policy would not sample
-this prefix any more. Lowering the probabilities of the tokens after it is meaningless. Source:
-μ-GRPO (arXiv:2605.17570).
+In a run with stages, the later updates of a stage train on responses of an old policy. In a rollout
+with advantage A < 0, a *trigger* is a token whose ratio ρ = π/β shows that the current policy would
+not sample this prefix any more. Lowering the probabilities of the tokens after it is meaningless.
+Source: μ-GRPO (arXiv:2605.17570).
 """
 
 from __future__ import annotations

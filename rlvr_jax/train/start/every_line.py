@@ -27,9 +27,9 @@ _SAY_FROM_S = 5.0  # the duration is printed if it is longer
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
   """Grades every problem's reference answer, which must be correct, and an empty answer.
 
-  If problems are generated when sampled, only the first problems are graded. With a user's own
-  grader, which may be slow, no more gradings begin after some seconds. Each of several processes
-  grades its share.
+  A reference answer is graded only if `right_completion` gives a completion for it. If problems are
+  generated when sampled, only the first problems are graded. With a user's own grader, which may be
+  slow, no more gradings begin after some seconds. Each of several processes grades its share.
 
   Returns:
     The number of problems that were graded.

@@ -1,4 +1,4 @@
-"""The row layout of a run: chosen by the first batch, recorded, and used by every later start."""
+"""The row layout of a run: chosen for its first batch, recorded, and used by every later start."""
 
 from __future__ import annotations
 
