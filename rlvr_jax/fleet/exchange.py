@@ -261,7 +261,10 @@ def _parse_name(path: str) -> tuple[str, Any]:
 def check_sampler_name(name: str) -> str:
   """Returns a sampler's name; raises ValueError if its form is not allowed."""
   if not _NAMES["samplers"].fullmatch(name):
-    raise ValueError(f"a sampler named {name!r}: use 1 to 80 letters, digits, - and _")
+    raise ValueError(
+      f"a sampler named {name!r}: use 1 to 80 letters, digits, - and _, beginning with a letter or"
+      " digit"
+    )
   return name
 
 
