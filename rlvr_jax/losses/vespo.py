@@ -36,7 +36,7 @@ def vespo(
 ) -> Loss:
   """ℓ = −sg(φ(W))·A·log π with log φ(W) = λ + k·log W − λ·W.
 
-  W = Π_t π/β is the ratio of the full response, with log W between log 1e−8 and 20. φ(1) = 1, and φ
+  W = Π_t π/β is the ratio of the full response; log W is clipped to [log 1e−8, 20]. φ(1) = 1, and φ
   is largest at W = k/λ. The loss is intended for the aggregation `token_mean`. Long responses push
   W to 0 or to infinity, where φ vanishes: `loss/clip_fraction` is the share of loss tokens in
   responses with φ < 1e−3.
