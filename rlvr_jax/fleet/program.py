@@ -271,7 +271,7 @@ class Member:
       )
 
   def beat(self, number: int) -> None:
-    """Writes a sign of life with a new number; any thread may call this."""
+    """Writes this sampler's record with a new beat number; any thread may call this."""
     self._exchange.beat(self._settings.name, self.record._replace(beat=number))
 
   def fail(self, error: BaseException, *, ends_run: bool) -> None:
