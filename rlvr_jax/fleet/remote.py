@@ -28,7 +28,7 @@ class FleetError(RuntimeError):
 class Allowed(NamedTuple):
   """Limits of a run that groups from samplers must respect."""
 
-  examples: Sequence[Group]  # by source: a group whose arrays' shapes and dtypes all groups share
+  examples: Sequence[Group]  # a group per source; groups of a source have the same arrays
   vocabulary: int
   experts: int = 0  # number of experts of a mixture; 0 for other models
 
@@ -169,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups, returns at least one; the caller must have saved those of earlier calls.
+    """Waits for groups and returns at least one; groups of earlier calls must have been saved.
 
     Raises:
       FleetError: see `look`.

@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     Args:
       python: the Python interpreter of the host.
-      place: flags with which the process joins the program's other processes; ignored for a sweep.
+      place: flags that connect the process to the program's other processes; ignored for a sweep.
     """
     own = () if self.is_sweep else place
     return [python, "-m", "rlvr_jax.main", *own, f"--stopped_status={STOPPED}", *self.flags]

@@ -174,8 +174,7 @@ def follow(values: Array, terms: Array) -> Array:
   sg stops gradients. Let v and x be the mean and the terms of the log-ratio of a response's n
   tokens. Then the exponential of the result is the response's ratio at every token, as in
   GSPO-token. Summed over these tokens, it has n times the ratio's value and n times its gradient.
-  Dropping a token from the loss drops exactly this token's
-  gradient.
+  Dropping a token from the loss drops exactly this token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.
