@@ -1,7 +1,7 @@
 """Learning curves over any axis (updates, tokens, model FLOPs, seconds), and the time by phase.
 
 The curves are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals
-since the run first began, also if it was resumed.
+since the run first began; resuming the run does not reset them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Colors, legends, rows of differences and heat-maps that figures share."""
+"""Colors, legends, plots of differences and heat-maps that figures share."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def plot_difference(
     axes: axes of matplotlib.
     row: position on the y axis.
     seeds: differences of single seeds.
-    difference: mean and interval; None if there are too few seeds for an interval. Two seeds then
-      get their mean.
+    difference: mean and interval; None if there are too few seeds for an interval. With two seeds,
+      their mean is then plotted alone.
   """
   # The dots are beside the interval, which would hide them.
   axes.plot(

@@ -46,9 +46,9 @@ class Measurement(NamedTuple):
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], loss tokens
   valid: Array  # bool[P, G], whether the rollout has a grade
-  gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
-  gram_sampled: Array | None = None  # f32[B, B], if config.gram has another feature
-  gram_score: Array | None = None
+  gram_compared: Array | None = None  # f32[B, B], of the parameters config.diagnostics.compared
+  gram_sampled: Array | None = None  # f32[B, B], feature "sampled", if config.gram has "score"
+  gram_score: Array | None = None  # f32[B, B], feature "score", if config.gram has "sampled"
   expert_load: Array | None = None  # f32[sparse layers, E], tokens that chose each expert
   # The next arrays have an entry for each loss token, one rollout after another, see
   # `update.diagnostics.of_tokens`. None: the method has no such value, or the file is older.
@@ -162,9 +162,9 @@ def group_sizes(
 ) -> GroupSizes:
   """Participation ratio and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
 
-  Each sample keeps that many rollouts of every prompt, drawn without replacement, and computes
-  their coefficients with `advantage`. At size G every sample is the full batch. The range shows the
-  variation over the choice of rollouts; the variation between batches is larger.
+  For each sample of size g, g rollouts of every prompt are drawn without replacement, and
+  `advantage` computes their coefficients. At size G every sample is the full batch. The range shows
+  the variation over the choice of rollouts; the variation between batches is larger.
 
   Args:
     measurement: a batch of P groups of G ≥ 2.
@@ -182,7 +182,7 @@ def group_sizes(
 def _subsample_bands(
   measurement: Measurement, advantage: Advantage, size: int, num_samples: int, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """Mean and ends of the 95 % range of PR, and of n_eff, over samples in which each is defined."""
+  """Mean and ends of the 95 % range of PR, and of n_eff, each over the samples that define it."""
   P, G = measurement.rewards.shape
   rng = np.random.default_rng([seed, size])
   all_rollouts = np.broadcast_to(np.arange(G), (num_samples, P, G))
@@ -237,7 +237,7 @@ def energies(measurement: Measurement, salt: Reweighting) -> Energies:
 
 
 class UpdateNorms(NamedTuple):
-  """Norms over the measurements of a run, in units of a gradient; f64[M] each."""
+  """Norms for the M measurements of a run, in the unit of a gradient's norm; f64[M] each."""
 
   updates: np.ndarray
   norm: np.ndarray  # ‖Σ A_i g_i‖/B, for B valid rollouts
@@ -292,7 +292,7 @@ def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -
 
 
 def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
-  """Plots cos(g_i, g_j) with the rewards to its left; returns the image, for a color bar."""
+  """Plots a heat-map of cos(g_i, g_j), the rewards left of it; returns it, for a color bar."""
   P, G = measurement.rewards.shape
   cosines, rewards, _ = ordered_cosines(measurement)
   image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu", interpolation="nearest")
@@ -384,7 +384,8 @@ def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
   Returns the image, for a color bar.
 
   Raises:
-    ValueError: the run's policy is not a mixture.
+    ValueError: the measurement has no load of experts: the run's policy is not a mixture of
+      experts, or the run is older than this field.
   """
   choices = measurement.expert_load
   if choices is None:

@@ -52,7 +52,7 @@ def evaluate_problems(
     first_batch: index of the first batch to evaluate.
   """
   sampler.offer(policy)
-  sizes: dict[int, int] = {}  # of the batches, by number
+  sizes: dict[int, int] = {}  # the batch's number → its number of problems
   for start in range(0, len(problems), batch_size)[first_batch:]:
     indices = range(start, min(start + batch_size, len(problems)))
     number = start // batch_size
@@ -84,7 +84,7 @@ def accuracy(
   max_turns: int = 1,
   best_play: Callable[[int], float] | None = None,
 ) -> dict[str, float]:
-  """pass@k, mean, and majority of at least three samples, with 95 % intervals over problems.
+  """pass@k, mean and, if n ≥ 3, majority, with 95 % intervals over problems.
 
   The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
   counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
@@ -94,12 +94,13 @@ def accuracy(
     samples: [problems][n].
     ks: the values of k of pass@k.
     seed: seed of the bootstrap.
-    max_turns: the most turns of the policy, in dialogues.
+    max_turns: the largest number of turns that the policy may take in a dialogue.
     best_play: `Task.best_play`.
   Returns:
-    {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
-    responses that were truncated at the length limit. For dialogues, also the fractions that were
-    correct after at most 1, 2, … turns, and the best play's lead over this policy.
+    {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fraction of samples with each outcome, and the
+    fraction of responses that were truncated at the length limit. For dialogues, also the fractions
+    that were correct after at most 1, 2, … turns and, given `best_play`, the best possible policy's
+    pass@1 minus this policy's.
   """
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]

@@ -118,7 +118,8 @@ def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8)
   check_between("seeds_needed", "power", power, low=0.05, high=0.999, open_low=True)
   if deviation == 0:
     return 2
-  low, high = 1, 2  # too few seeds; enough seeds once the first loop has ended
+  # `low` is too few seeds. After the first loop, `high` is enough seeds, or at least `_MOST_SEEDS`.
+  low, high = 1, 2
   while high < _MOST_SEEDS and _power(high, difference / deviation) < power:
     low, high = high, 2 * high
   while high - low > 1:

@@ -180,8 +180,8 @@ def summarize(
     correct: bool[problems, n].
     ks: the values of k of pass@k, each ≤ n.
     seed: seed of the bootstrap.
-    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n, as do fewer than three
-      samples.
+    answers: `[problems][n]`, see `majority_at_n`. majority@n is omitted if `answers` is None or
+      n < 3.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
     `majority` also have `_low` and `_high`.

@@ -28,7 +28,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   Args:
     workdir: folder of a run, which may be in a bucket.
   Raises:
-    DamagedFileError: a complete line is not a record.
+    DamagedFileError: a line is not a record; an incomplete last line is skipped instead.
   """
   path = parse_path("the workdir", workdir) / METRICS_FILE
   with open_lines(path) as lines:

@@ -1,14 +1,15 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one term per start of a trainer, with the identity that samplers need
+  terms/E          one term per start of a trainer, with the identity that samplers must have
   policies/E.V     version V of the policy can be restored
   draws/E.N        a draw of problems, and which of its groups are wanted
   groups/N.I       group I of draw N, written by the first sampler that has finished it
   samplers/NAME    a counter, and what the sampler does; only these objects are overwritten
   ends/E           the trainer of term E has all its batches
 
-All objects except groups are a line of JSON with a checksum. Anybody may have written the files, so
-names of another form are ignored, and contents are checked here. Nothing is unpickled.
+All objects except groups are a line of JSON with a checksum. Anybody may have written the files. So
+files whose names do not match the list are ignored, and contents are checked here. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Exchange:
     """A group and the digest of its draw; None if the group was removed.
 
     Raises:
-      RecordError: the group is damaged or too large, or has another draw or index.
+      RecordError: the group is damaged or too large, or its draw and index are not `place`.
     """
     name = _group_name(place)
     if listed.size > MAX_GROUP_BYTES:
@@ -197,9 +198,13 @@ class Exchange:
     size = len(content["problems"])
     indices = content["indices"]
     if content["number"] != number or len(content["sources"]) != size:
-      raise RecordError(f"draws/{term}.{number} has contents of another draw")
+      raise RecordError(
+        f"draws/{term}.{number} is not a draw with the number {number} and a source per problem"
+      )
     if any(index >= size for index in indices):
-      raise RecordError(f"draws/{term}.{number} wants groups {indices} of {size} problems")
+      raise RecordError(
+        f"draws/{term}.{number} wants the groups {indices}, and has only {size} problems"
+      )
     draw = draw_from_json(content)
     return WantedDraw(draw, indices, digest_draw(draw))
 
@@ -244,7 +249,7 @@ class Exchange:
 
 @functools.lru_cache(2**14)
 def _parse_name(path: str) -> tuple[str, Any]:
-  """(kind, numbers or a sampler's name) of an object; ("", None) if its name has another form."""
+  """(kind, numbers or a sampler's name) of an object; ("", None) if its name is not allowed."""
   kind, _, name = path.partition("/")
   match = _NAMES[kind].fullmatch(name) if kind in _NAMES else None
   if match is None:
@@ -256,7 +261,10 @@ def _parse_name(path: str) -> tuple[str, Any]:
 def check_sampler_name(name: str) -> str:
   """Returns a sampler's name; raises ValueError if its form is not allowed."""
   if not _NAMES["samplers"].fullmatch(name):
-    raise ValueError(f"a sampler named {name!r}: use letters, digits, - and _, at most 80")
+    raise ValueError(
+      f"a sampler named {name!r}: use 1 to 80 letters, digits, - and _, beginning with a letter or"
+      " digit"
+    )
   return name
 
 
@@ -282,7 +290,7 @@ def draw_from_json(content: JsonObject) -> Draw:
 
 
 def draw_to_json(draw: Draw) -> dict[str, JSON]:
-  """A draw without a plan, as JSON."""
+  """A draw as JSON, without the draw's plan."""
   return {
     "number": draw.number,
     "seed": draw.seed,
@@ -364,7 +372,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers are alive: those whose records change, by this machine's clock."""
+  """Tracks which samplers are alive: their records changed lately by this machine's clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""

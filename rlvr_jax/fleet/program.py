@@ -57,12 +57,12 @@ class Settings(NamedTuple):
 
   name: str
   identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's identity
-  capacity: int  # largest number of groups in progress, ≥ 1: those that its slots hold, and one
-  silent_s: float = 30.0  # a sampler whose record does not change for so long counts as dead
-  patience_s: float = 30.0  # after so long, a group of the oldest draw is late
-  poll_s: float = 0.1  # time between two looks into the exchange, while there is nothing to do
-  settle_s: float = 60.0  # time to wait for another trainer if the first has ended or differs
-  idle_s: float = 3600.0  # the sampler ends after so long without a sign of the trainer
+  capacity: int  # largest number of groups in progress, ≥ 1: one more than fill its slots
+  silent_s: float = 30.0  # seconds without a new record after which a sampler counts as dead
+  patience_s: float = 30.0  # seconds after which a group of the oldest draw is late
+  poll_s: float = 0.1  # seconds between two polls of the exchange, while there is nothing to do
+  settle_s: float = 60.0  # seconds to wait for another trainer if the first has ended or differs
+  idle_s: float = 3600.0  # seconds without a sign of the trainer after which the sampler ends
 
 
 class Known(NamedTuple):
@@ -144,20 +144,21 @@ class Pace:
     self._times.append(self._clock() - self._begun.pop((place, name)))
 
   def keep(self, numbers: Sequence[int], name: str) -> None:
-    """Forgets groups that samplers other than `name` have begun, except in these draws."""
+    """Forgets the begun groups of samplers other than `name`, except in the draws `numbers`."""
     self._begun = {
       key: since for key, since in self._begun.items() if key[0][0] in numbers or key[1] == name
     }
 
   def patiences(self, number: int) -> int:
-    """How often `patience_s` has passed since this draw became the oldest; 0 if it is not."""
+    """Full `patience_s` intervals since this draw became the oldest; 0 for every other draw."""
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How often the allowed time has passed since a sampler began a group; 0: group is not late.
+    """Full allowed times since the sampler `name` began a group; 0: the group is not late.
 
-    While this sampler has not finished a group itself, no group is late.
+    The allowed time is the longer of `_BEGUN` × `patience_s` and `_LONG` × the median time of the
+    observer's own groups. Until the observer has finished a group, no group is late.
     """
     if not self._times:
       return 0
@@ -174,7 +175,7 @@ class _Term:
     settles_at: the time until which the sampler waits for another trainer if this trainer has ended
       or differs.
     differs: why the sampler must not sample for this trainer; "" if it may sample.
-    sign: the trainer's objects, and the time when they last changed.
+    sign: the policies and draws that the trainer lists, and the time when they last changed.
     pace: the pace of groups, in all terms.
     newest: the newest policy that was announced.
     draws: the draws that were read, by number.
@@ -202,7 +203,7 @@ class _Term:
     self.newest = newest
 
   def keep(self, numbers: Sequence[int], living: Sequence[str]) -> None:
-    """Forgets draws with other numbers; `living`: the samplers that share groups from now on."""
+    """Forgets draws outside `numbers`; `living`: the samplers that share groups from now on."""
     self.draws = {number: draw for number, draw in self.draws.items() if number in numbers}
     if living != self.orders.names:
       self.orders = Orders(living)
@@ -212,7 +213,7 @@ class Member:
   """Decides what a sampler of a fleet samples next; it neither waits nor samples itself."""
 
   def __init__(self, exchange: Exchange, settings: Settings, clock: Callable[[], float]):
-    """Starts before the first look; `clock`: this machine's clock, in seconds."""
+    """Initializes without reading the exchange; `clock`: this machine's clock, in seconds."""
     self._exchange, self._settings, self._clock = exchange, settings, clock
     self._watch = Watch(settings.silent_s, clock)
     pace = Pace(settings.patience_s, clock)
@@ -222,7 +223,7 @@ class Member:
     self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
 
   def look(self) -> Step:
-    """Reads the exchange and decides the next step; the groups to begin count as begun.
+    """Reads the exchange and decides the next step; records the step's groups as begun.
 
     Raises:
       RefusedError: this sampler must not sample for the trainer.
@@ -250,7 +251,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether a policy must wait for groups in progress: their policy is as new or newer."""
+    """Whether groups in progress must end before `policy`, since it is no newer than theirs."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -270,7 +271,7 @@ class Member:
       )
 
   def beat(self, number: int) -> None:
-    """Writes a sign of life with a new number; any thread may call this."""
+    """Writes this sampler's record with a new beat number; any thread may call this."""
     self._exchange.beat(self._settings.name, self.record._replace(beat=number))
 
   def fail(self, error: BaseException, *, ends_run: bool) -> None:
@@ -292,8 +293,9 @@ class Member:
   def _begin_term(self, number: int) -> None:
     """Follows another trainer.
 
-    The first look may find an old trainer, which has ended or differs. So after the first look the
-    sampler waits up to `settle_s` for a new trainer; later it does not wait.
+    At the first look, the latest trainer may be an old one that has ended, or whose identity
+    differs from this sampler's. So after the first look the sampler waits up to `settle_s` for a
+    new trainer; later it does not wait.
     """
     now, own = self._clock(), self._settings.identity
     theirs = own if number < 0 else self._exchange.identity(number)
@@ -363,7 +365,7 @@ class Member:
     return chosen
 
   def _lacking(self, view: View, number: int, version: int) -> list[int]:
-    """The indices of a draw's groups without a file; [] if a policy of this version is too old."""
+    """The indices of a draw's groups without a file; [] if the draw needs a newer `version`."""
     if number not in self._term.draws:
       if (wanted := self._exchange.get_draw(view.term, number)) is None:
         return []
@@ -482,7 +484,7 @@ class Speaker:
 
 @contextlib.contextmanager
 def _beating(member: Member, every_s: float) -> Iterator[None]:
-  """Context in which a thread writes a sampler's signs of life."""
+  """Context in which a thread writes the sampler's record regularly, as a heartbeat."""
   ended = threading.Event()
 
   def run() -> None:
@@ -503,7 +505,7 @@ def _beating(member: Member, every_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restoring() -> Iterator[Callable[..., Future[Params]]]:
-  """Context that yields a function; this function runs its argument in a thread."""
+  """Context that yields `submit`, which calls a function in a thread and returns a Future."""
   pool = ThreadPoolExecutor(1, "restore")
   try:
     yield pool.submit

@@ -26,9 +26,9 @@ class FleetError(RuntimeError):
 
 
 class Allowed(NamedTuple):
-  """Limits of a run that groups from samplers must keep."""
+  """Limits of a run that groups from samplers must respect."""
 
-  examples: Sequence[Group]  # for each source, a group with the same arrays as its groups
+  examples: Sequence[Group]  # a group per source; groups of a source have the same arrays
   vocabulary: int
   experts: int = 0  # number of experts of a mixture; 0 for other models
 
@@ -38,10 +38,10 @@ class Settings(NamedTuple):
 
   identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same identity
   allowed: Allowed
-  silent_s: float = 30.0  # a sampler whose record does not change for so long counts as dead
-  alone_s: float = 3600.0  # the run ends after so long without a group and without a living sampler
-  deadline_s: float = 3600.0  # the run ends after so long without a group
-  poll_s: float = 0.1  # time between two looks into the exchange
+  silent_s: float = 30.0  # seconds without a new record after which a sampler counts as dead
+  alone_s: float = 3600.0  # seconds without a group after which the run ends if no sampler lives
+  deadline_s: float = 3600.0  # seconds without a group after which the run ends
+  poll_s: float = 0.1  # seconds between two polls of the exchange
 
 
 @dataclasses.dataclass
@@ -51,7 +51,8 @@ class _OpenDraw:
   Attributes:
     draw, digest: the draw and its digest.
     missing: indices of the groups that have not been taken.
-    early: groups that were sampled by policies which this trainer has not offered yet, by index.
+    early: groups, by index, that were sampled before a restart by policies that this trainer has
+      not offered again yet.
   """
 
   draw: Draw
@@ -72,7 +73,7 @@ class _State:
     complete: numbers of complete draws; the exchange still has the draws and their groups.
     withdrawn: numbers of earlier complete draws; the exchange still has only their groups.
     next_draw: number of the next draw.
-    counts: counts of groups by metric.
+    counts: the numbers of late and of dropped groups, by the metric's name.
   """
 
   fingerprints: dict[int, str]
@@ -90,7 +91,7 @@ class _State:
     return [*self.complete, *self.withdrawn]
 
   def begin(self, number: int, found: _OpenDraw | None) -> None:
-    """Notes that a draw was requested; `found` is None if no group of it is missing."""
+    """Notes that a draw was requested; `found`: its open draw, or None if no group is missing."""
     self.next_draw = number + 1
     if found is not None:
       self.open[number] = found
@@ -111,7 +112,7 @@ class _State:
     self.fingerprints = {v: x for v, x in self.fingerprints.items() if v >= oldest}
 
   def is_due(self, now: float) -> bool:
-    """Whether a message about the wait is due; one is due every `SAY_EVERY_S` seconds at most."""
+    """Whether to print a message about the wait now: at most one in `SAY_EVERY_S` seconds."""
     if now - self.said_at <= SAY_EVERY_S:
       return False
     self.said_at = now
@@ -140,7 +141,7 @@ class RemoteSampler:
         it, perhaps later and in another thread.
       settings: the settings of the trainer.
       fingerprints: the fingerprints of the versions before this start, as far as they are known.
-      clock, sleep: this machine's clock, and a wait; seconds.
+      clock, sleep: this machine's clock, and a function that waits; both in seconds.
       say: prints a line.
     """
     self._exchange, self._publish, self._settings = exchange, publish, settings
@@ -158,8 +159,8 @@ class RemoteSampler:
     """Requests groups of a draw from the samplers; draws must come in order."""
     if draw.plan is not None:
       raise ValueError(
-        "a fleet cannot repeat a recorded run with a version for each token: set"
-        " config.fleet.samplers = False, and one program repeats it"
+        "a fleet cannot repeat a run whose record has a version for each token; set"
+        " config.fleet.samplers = False to repeat it in one program"
       )
     found = None
     if indices:
@@ -168,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; groups returned earlier must be in the store.
+    """Waits for groups and returns at least one; groups of earlier calls must have been saved.
 
     Raises:
       FleetError: see `look`.
@@ -179,7 +180,7 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have arrived; groups returned earlier must be in the store.
+    """The groups that have arrived; the caller must have saved the groups of earlier calls.
 
     Args:
       waited_s: seconds since a call last returned groups.
@@ -235,7 +236,7 @@ class RemoteSampler:
     size = 0
     for place, listed in view.groups.items():
       if taken and size > _TAKEN_BYTES:
-        break  # the next look takes the other groups
+        break  # the next call takes the remaining groups
       size += listed.size
       number, index = place
       if number in self._state.open:
@@ -258,7 +259,7 @@ class RemoteSampler:
           return None
         group, digest = found
         if digest != of.digest:
-          raise RecordError("it has other problems, another seed or other sources")
+          raise RecordError("its draw has other problems, seed or sources than the trainer's draw")
         check_group(group, of.draw, self._settings.allowed)
       if self._is_early(group):
         of.early[index] = group
@@ -271,7 +272,7 @@ class RemoteSampler:
     return group
 
   def _is_early(self, group: Group) -> bool:
-    """Whether a group has a version that this trainer has yet to offer again after a restart.
+    """Whether a group has a version that this trainer, since a restart, has not offered again yet.
 
     Raises:
       RecordError: the group was sampled by policies of another trainer.
@@ -280,11 +281,14 @@ class RemoteSampler:
     for version, fingerprint in group.versions.items():
       if version > max(known, default=-1):
         if group.draw == min(self._state.open):  # the trainer needs this draw to reach that version
-          raise RecordError(f"version {version} comes after the batch")
+          raise RecordError(
+            f"version {version} comes after the update on this draw, which it cannot have sampled"
+          )
         return True
       if known.get(version) != fingerprint:
         raise RecordError(
-          f"version {version} had the fingerprint {fingerprint}, here it has {known.get(version)}"
+          f"version {version} had the fingerprint {fingerprint} at the sampler, and has"
+          f" {known.get(version)} at the trainer"
         )
     return False
 
@@ -361,7 +365,7 @@ class RemoteSampler:
 
 
 def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
-  """Raises ValueError unless a group's contents are possible for its draw."""
+  """Raises ValueError unless a group's contents are consistent with its draw and `allowed`."""
   check_arrays(group.arrays)
   if group.source != draw.sources[group.index]:
     raise RecordError(f"it comes from source {group.source}, not {draw.sources[group.index]}")
@@ -394,7 +398,7 @@ def _check_values(arrays: Mapping[str, np.ndarray], allowed: Allowed) -> None:
 
 
 def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
-  """Raises RecordError if a group has versions that this draw or its tokens do not allow."""
+  """Raises RecordError if a version is too old for the draw, or versions do not fit the tokens."""
   versions = {*group.versions}
   if any(version < draw.version for version in versions):
     raise RecordError(f"version {min(versions)} is older than config.schedule allows")
@@ -402,7 +406,10 @@ def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
   found = versions if of_tokens is None else {*np.unique(of_tokens).tolist()} - {-1}
   is_one = of_tokens is not None or len(versions) < 2
   if found != versions or bool(versions) != has_versions or not is_one:
-    raise RecordError(f"it has the versions {sorted(versions)}, its tokens {sorted(found)}")
+    raise RecordError(
+      f"it has the versions {sorted(versions)} and its tokens {sorted(found)}, which no sampler of"
+      " this run writes"
+    )
 
 
 def _check_samples(group: Group, question: str) -> None:

@@ -14,7 +14,7 @@ FEATURES = ("score", "sampled")
 class GramContext(NamedTuple):
   """Properties of the run that a `GramFn` needs."""
 
-  model: Any  # as in `Method`, with `config.tied_head`, but without sharding constraints
+  model: Any  # `Method.model` without its sharding constraints; it has `config.tied_head`
   temperature: float = 1.0  # the temperature that defines the trained policy
   mesh: Any = None  # jax.sharding.Mesh with axes (data, fsdp, tensor); None: one device
 

@@ -45,7 +45,7 @@ def find_places(batch: TrainBatch) -> Places:
   places = jnp.where(packed.places >= 0, packed.places, size)
   in_loss = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
   firsts = jnp.min(places, axis=-1).reshape(B)
-  ends = jnp.max(packed.places, axis=-1).reshape(B) + 1  # 0 without a position
+  ends = jnp.max(packed.places, axis=-1).reshape(B) + 1  # 0 for a rollout without positions
   order = jnp.argsort(firsts)
   firsts = firsts[order]
   starts = jnp.arange(packed.tokens.shape[0] + 1, dtype=firsts.dtype) * rows

@@ -160,7 +160,7 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   blocks = _blocks(gram, num_prompts)
   prompt = jnp.repeat(jnp.arange(num_prompts), blocks.shape[1])
   mean_squared_norms = jnp.diagonal(gram).reshape(num_prompts, -1).mean(axis=1)
-  prompt_gram = blocks.mean(axis=(1, 3))  # of the prompts' mean gradients
+  prompt_gram = blocks.mean(axis=(1, 3))  # inner products of prompts' mean gradients
   cancelled = jnp.diagonal(prompt_gram) <= spectral.NULL * mean_squared_norms
   prompt_gram = jnp.where(cancelled[:, None] | cancelled, 0.0, prompt_gram)
   within = _mean_cosines(gram, prompt[:, None] == prompt)
@@ -202,9 +202,8 @@ def update_norms(
   √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here belongs to B·K, whose eigenvalues are B times
   larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. If the bound is far below the norm, the
   update is shared; if the norm is far below the bound, A cancels in the shared directions and the
-  residuals of the rollouts cancel one another too. The norm is that of the policy gradient with
-  respect to the Gram matrix's parameters, at ratio 1, summed over tokens and averaged over
-  rollouts.
+  residuals of the rollouts cancel one another too. The norm is that of the policy gradient at
+  ratio 1, summed over tokens and averaged over rollouts, with respect to the parameters of the g_i.
 
   Args:
     coefficients: f32[B], A.
@@ -212,7 +211,7 @@ def update_norms(
     rank: i32[], k.
     count: f32[], B: the number of valid rollouts.
   Returns:
-    norm and bound, f32[] ≥ 0, in units of a gradient; the bound is on the residual part only.
+    norm and bound, f32[] ≥ 0, in the unit of ‖g_i‖; the bound is on the residual part only.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800) (**open**).
   """

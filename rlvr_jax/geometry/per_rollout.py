@@ -1,4 +1,4 @@
-"""Per-rollout gradients, differentiated one rollout at a time: a reference for any parameters."""
+"""Gram matrices for any parameters, with one rollout differentiated at a time: a reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The Gram matrix of the sampled tokens' part of the output head's gradients.
 
-The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is omitted. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y) and y = y[i,t],
+In g_i = Σ_t h[i,t] ⊗ d[i,t], the softmax term of d is omitted. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y) and
+y = y[i,t],
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
@@ -64,7 +65,7 @@ def sampled_gram(
 ) -> Array:
   """The Gram matrix f32[B, B] of the feature "sampled".
 
-  On a mesh each device has a part of the width of all hidden states.
+  On a mesh each device has a slice of the hidden dimension, for all positions.
 
   Args:
     forward: results of the forward pass; a head with a soft cap needs `logprobs`.
@@ -87,7 +88,7 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """The cost for the largest possible number of pairs, in units of the head's product."""
+  """The cost as a multiple of the head's product, for the largest possible number of pairs."""
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])

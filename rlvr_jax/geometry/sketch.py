@@ -26,13 +26,14 @@ def sketch(
 
   h are the hidden states and d the derivatives with respect to the logits. The error of one copy
   scales as √(1/a + 1/b); averaging s copies divides this error by √s. The forward pass accumulates
-  R_vᵀd over the vocabulary, at the cost of s·b/D products of the size of the head's product. The
-  rest costs s·a/V + s·a·b·(1 + B²/n)/(D·V) of such a product, where n is the number of positions in
-  the rows.
+  R_vᵀd over the vocabulary, at the cost of s·b/D head products (hidden states times the head's
+  kernel). The rest costs s·a/V + s·a·b·(1 + B²/n)/(D·V) head products, where n is the number of
+  positions in the rows.
 
-  SALT's A′ is more sensitive than K: it jumps if k, a rounded number, or one of the last directions
-  in the subspace changes. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
-  rollouts of a real model; a sixteenth of the copies gives 28 %, see docs/reading_geometry.md. The
+  SALT's A′ is more sensitive than K: it jumps if the integer k changes, or one of the last
+  directions in the subspace. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
+  rollouts of a real model; with a sixteenth of the copies the error is 28 %, see
+  docs/reading_geometry.md. The
   default sizes cost 4096/D head products. From D = 2048 on, this is less than the 2 + B/T head
   products of the exact `streaming`. For the feature "sampled", `streaming` always costs less.
 
@@ -81,7 +82,7 @@ def sketch_with_error(
   forward: Forward | None,
   context: GramContext,
   *,
-  copies: int,  # two or more for an error
+  copies: int,  # s; the estimate of the error needs s ≥ 2
   hidden_size: int,
   vocabulary_size: int,
   seed: int,

@@ -46,7 +46,7 @@ class _Tokens(NamedTuple):
 class _Columns(NamedTuple):
   """Columns of the output head that one device processes."""
 
-  head: Callable[[], Head]  # its kernel has only these columns
+  head: Callable[[], Head]  # gives the head with only these columns of its kernel
   first: Array | int  # vocabulary index of the first column
   vocabulary: int  # V; columns from V on are padding
 

@@ -47,7 +47,7 @@ def head_share(update: Params, head_path: str) -> Array:
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.
     head_path: the path of the head's kernel, its keys joined by "/": "head_kernel", or "embedding"
-      with tied embeddings. The result then includes the updates of the input lookup.
+      with tied embeddings; the latter's update includes that of the input lookup.
   Returns:
     f32[], in [0, 1]; 0 for an update that is zero or not finite.
   Raises:

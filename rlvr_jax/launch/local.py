@@ -1,8 +1,8 @@
 """Starts a run, and its samplers, as processes on this machine that connect over loopback.
 
-`start` stays with the run: it prints the output of process 0, and restarts a program if one of its
-processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
-command resumes it. Under nohup or tmux the run outlives the terminal.
+`start` returns when the run has ended. Until then it prints the output of process 0, and restarts a
+program if one of its processes fails. Ctrl-C, `stop` and the end of the terminal let the run save
+and end; the same command resumes it. Under nohup or tmux the run outlives the terminal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
-  """Starts the programs, and stays with them until all have ended."""
+  """Starts the programs, and supervises them until all have ended."""
   counts = [args.processes, *[args.sampler_processes] * (len(programs) - 1)]
   devices = f"--xla_force_host_platform_device_count={args.devices}"
   xla = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()}
@@ -163,7 +163,7 @@ def _holder(name: str) -> int | None:
 
 
 def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
-  """Stays with programs until all have ended, and prints the output of the first program.
+  """Supervises programs until all have ended, and prints the output of the first program.
 
   Samplers end by themselves after the run has finished; otherwise they are told to end.
 

@@ -51,7 +51,7 @@ def ship(
     allow_dirty: see `make_package`.
     share: the file system that is mounted at `SHARED` on all hosts; "" for none.
   Returns:
-    The programs, which now know their commit, and the package.
+    The programs, with the commit in their environment, and the package.
   Raises:
     LaunchError: the first program's flags cannot work on the hosts; or see `make_package`.
   """
@@ -60,7 +60,7 @@ def ship(
   values = parse_flags(run.flags)
   for name in ("config", "sweep"):
     path = values.get(name, "").partition(":")[0]
-    is_recipe = name == "config" and f"configs/{path}.py" in package.files  # a recipe by name
+    is_recipe = name == "config" and f"configs/{path}.py" in package.files  # a recipe's name
     if path and path not in package.files and not is_recipe:
       raise LaunchError(
         f"--{name}={path} is not in the commit: add it with git, and give its path from the root of"
@@ -83,7 +83,7 @@ def ship(
       f"--mode=sweep runs on one host, but these machines have {hosts} hosts: choose a --type with"
       " one host, such as v5litepod-8 or v5p-8, or launch each run by itself"
     )
-  commit = {"RLVR_JAX_COMMIT": package.version}  # the shipped files are not a checkout
+  commit = {"RLVR_JAX_COMMIT": package.version}  # hosts get no .git that names it
   return [p._replace(environment={**commit, **p.environment}) for p in programs], package
 
 

@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     Args:
       python: the Python interpreter of the host.
-      place: flags by which the process finds the program's other processes; not used for a sweep.
+      place: flags that connect the process to the program's other processes; ignored for a sweep.
     """
     own = () if self.is_sweep else place
     return [python, "-m", "rlvr_jax.main", *own, f"--stopped_status={STOPPED}", *self.flags]
@@ -62,7 +62,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
   if mode != "train":
     raise LaunchError(f"--samplers={samplers} goes with --mode=train, not with --mode={mode}")
   if "workdir" not in values:
-    raise LaunchError("--workdir is missing: samplers meet their trainer in it")
+    raise LaunchError("--workdir is missing: samplers and trainer exchange files in this folder")
   trainer = run._replace(flags=(*run.flags, "--config.fleet.samplers=True"))
   # A sampler takes the trainer's configuration from the workdir; the same person starts both.
   flags = ("--mode=sample", "--trust_run", f"--workdir={values['workdir']}")
@@ -83,7 +83,8 @@ def parse_name(name: str) -> str:
   """
   if not re.fullmatch(r"[a-z]([-a-z0-9]{0,26}[a-z0-9])?", name):
     raise argparse.ArgumentTypeError(
-      f"{name!r}: use up to 28 small letters, digits and hyphens, beginning with a letter"
+      f"{name!r}: use up to 28 lowercase letters, digits and hyphens, with a letter first and no"
+      " hyphen last"
     )
   return name
 
@@ -92,7 +93,7 @@ def parse_environment(pairs: list[str]) -> dict[str, str]:
   """Parses the NAME=VALUE pairs of the command line.
 
   Raises:
-    LaunchError: a pair has another form.
+    LaunchError: a pair is not NAME=VALUE.
   """
   if invalid_pairs := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
     raise LaunchError(f"--env={invalid_pairs[0]}: write --env=NAME=VALUE")

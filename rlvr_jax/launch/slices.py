@@ -14,7 +14,7 @@ from rlvr_jax.launch.shell import LaunchError
 
 class _Kind(NamedTuple):
   runtime: str  # software version of TPU VMs
-  per_chip: int  # units of the name per chip: 2 if the name counts cores, 1 if it counts chips
+  per_chip: int  # the name's number per chip: 2 if the name counts cores, 1 if it counts chips
   largest_host: int  # chips of the largest slice with one host
   sizes: tuple[int, ...]  # the possible numbers of chips of a slice
 
@@ -100,7 +100,7 @@ def find_slice(name: str, flag: str = "--type") -> Slice:
 
   Args:
     name: the name of the slice.
-    flag: the flag that gives the name, for the message.
+    flag: the flag that gives the name; error messages quote it.
   Raises:
     LaunchError: the name is unknown; the message has the allowed names.
   """

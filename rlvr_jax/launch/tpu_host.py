@@ -15,7 +15,7 @@ _BUS = 'export XDG_RUNTIME_DIR="/run/user/$(id -u)"'
 
 
 def start_script(run: Run, version: str, share: str) -> str:
-  """The script that unpacks and installs the package, and starts the process unless it runs.
+  """The script that unpacks and installs the package, and starts the process if it is not running.
 
   Args:
     run: the program.
@@ -103,7 +103,10 @@ def _mount_lines(share: str) -> list[str]:
 
 
 def _service_command(run: Run) -> str:
-  """The command that starts the service in the user's control group; sandboxes add groups there."""
+  """The command that starts the service under the user's systemd.
+
+  There the sandboxes of code graders may create control groups of their own.
+  """
   settings = {
     "Restart": "on-failure",
     "RestartSec": 10,

@@ -133,7 +133,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
   machines = slices.machines_of(args, count=len(programs))
   programs, package = ship(programs, machines[0], allow_dirty=args.allow_dirty, share=args.nfs)
   with tempfile.TemporaryDirectory() as folder:
-    archive = package.write(pathlib.Path(folder))  # once, since files of the checkout may change
+    archive = package.write(pathlib.Path(folder))  # written once: the checkout may change later
     watches = []
     for program, own in zip(programs, machines, strict=True):
       say(f"{program.name}: asks for {own}, in {args.zone}")
@@ -174,7 +174,7 @@ def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
-  """Asks the run, which saves first, and its samplers to end; then deletes all machines."""
+  """Asks the run to save and end, and its samplers to end; then deletes all machines."""
   for resource in _resources(name, args, shell):
     resource.stop()
 
@@ -305,7 +305,7 @@ class _Watch:
     Returns:
       Whether the program has finished on all hosts.
     Raises:
-      CommandError: a command failed, as while a host restarts; a later step may succeed.
+      CommandError: a command failed, for example while a host restarts; a later step may succeed.
       LaunchError: the program cannot go on.
     """
     name, previous = self.resource.name, self._state
@@ -328,7 +328,7 @@ class _Watch:
     self.resource.create(self.setup.machines, self.setup.service_account)
 
   def prepare_hosts(self) -> None:
-    """Copies the package to all hosts, installs it, and starts the program unless it runs."""
+    """Copies the package to all hosts, installs it, and starts the program if not yet running."""
     setup = self.setup
     self.resource.copy(setup.archive)
     self.resource.run_on_hosts(tpu_host.start_script(setup.run, setup.version, setup.nfs))
@@ -341,7 +341,7 @@ class _Watch:
       self.resource.describe()
       raise LaunchError(
         f"Cloud did not make the machines of {name}; the reason is above, often the quota"
-        " (docs/tpu.md). stop deletes the request"
+        " (docs/tpu.md). The command `stop` deletes the request"
       )
     if self._preemptions == retries:
       raise LaunchError(

@@ -72,8 +72,8 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """The log-probabilities log π_prox, f32[P, G, T], nats, as a constant.
 
-  π_prox is the policy when the batch is first trained on.
-
+  π_prox is the policy just before the first update on the batch or, if `config.proximal_every` is
+  set, before one of the later updates.
   Args:
     name: the name of the loss or correction that needs these log-probabilities.
   Raises:
@@ -81,8 +81,8 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """
   if batch.proximal_logprobs is None:
     raise ValueError(
-      f"{name!r} needs batch.proximal_logprobs f32[P, G, T], got None; take the policy's"
-      " log-probabilities when the batch is first trained on"
+      f"{name!r} needs batch.proximal_logprobs f32[P, G, T], got None; record the policy's"
+      " log-probabilities before the first update on the batch"
     )
   return jax.lax.stop_gradient(batch.proximal_logprobs)
 
@@ -117,8 +117,9 @@ def _check_result(result: Any, tokens: Tokens) -> None:
     if losses == (P, G, T) and (clipped in ((P, G, T), (P, G, 1)) or result[1] is False):
       return
   raise ValueError(
-    f"the function of token_loss returns {describe(result)}; it must return (losses [P, G, T],"
-    f" clipped [P, G, T] or [P, G, 1], or False), here [P, G, T] = {[P, G, T]}"
+    f"the function of token_loss returns {describe(result)}; it must return (losses, clipped):"
+    " losses [P, G, T]; clipped [P, G, T], [P, G, 1] or False;"
+    f" here [P, G, T] = {[P, G, T]}"
   )
 
 
@@ -134,7 +135,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
   """Metrics: the share of marked tokens among all loss tokens, and among those with A > 0 or A < 0.
 
-  The metric over all loss tokens keeps each token's mark, see `types.Mean`.
+  The metric over all loss tokens also stores each token's mark, for diagnostics (`types.Mean`).
 
   Args:
     name: the name of the metric over all tokens; the metrics by sign are called name_positive and
@@ -170,10 +171,10 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 def follow(values: Array, terms: Array) -> Array:
   """sg(v) + x − sg(x): an array with the value v at every token and the gradient of the terms x.
 
-  sg stops gradients. If v is the mean log-ratio of a response's n tokens, the exponential of the
-  result is the token form of the response's ratio. Summed over these tokens, it has n times the
-  ratio's value and n times its gradient. Dropping a token from the loss drops exactly this token's
-  gradient.
+  sg stops gradients. Let v and x be the mean and the terms of the log-ratio of a response's n
+  tokens. Then the exponential of the result is the response's ratio at every token, as in
+  GSPO-token. Summed over these tokens, it has n times the ratio's value and n times its gradient.
+  Dropping a token from the loss drops exactly this token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

@@ -73,7 +73,7 @@ def clip_cov(
     low, high: the interval of c; high above low.
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    seed: the seed of the draw, an integer ≥ 0; the tokens of the batch determine the rest.
+    seed: an integer ≥ 0; this seed and the batch's loss tokens determine the random numbers.
   Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (arXiv:2505.22617). **open**: the means and the draw are over the full batch here; other
     implementations use a micro-batch.

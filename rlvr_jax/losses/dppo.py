@@ -37,7 +37,7 @@ def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> 
     anchor_logprobs: f32[...], log q, nats.
     kind: "tv", |p − q|; or "kl", q·log(q/p) + (1−q)·log((1−q)/(1−p)), nats.
   Returns:
-    f32[...], ≥ 0, finite where log q is finite: "kl" takes 1 − p as at least 2⁻²⁴.
+    f32[...], ≥ 0, finite where log q is finite: "kl" replaces 1 − p by max(1 − p, 2⁻²⁴).
   """
   log_p, log_q = jnp.minimum(logprobs, 0.0), jnp.minimum(anchor_logprobs, 0.0)
   if kind == "tv":

@@ -33,7 +33,7 @@ def p3o(
   for the aggregation `token_mean`. A ratio that is not finite makes the loss NaN, so that the
   update is skipped.
 
-  The arguments set the paper's ablations: `kl_term=False` (cap only), `cap="none"` (KL only),
+  These arguments give the paper's ablations: `kl_term=False` (cap only), `cap="none"` (KL only),
   `ess="sequence"` (ESS per sequence), `ess="one"` (e fixed at 1), `cap="inverse_ess"` (cap 1/e).
 
   Args:
@@ -41,8 +41,8 @@ def p3o(
       sets e = 1.
     ess_scope: the rollouts that share one e if ess="batch": "batch" for all rollouts of the update,
       or the size of a block of consecutive rollouts, which must divide the batch. With blocks, a
-      few large ratios lower e only in their own block. In the authors' code a block is a
-      micro-batch of all ranks, 16 rollouts.
+      few large ratios lower e only in their own block. In the authors' code a block has the
+      16 rollouts of one micro-batch on all ranks.
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
   Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"

@@ -102,13 +102,13 @@ def _forward(
   if of_policy.shape != t.shape or np.any(of_policy > t):
     raise ValueError(
       f"forward_flops: predicted{list(of_policy.shape)} must have the shape of response_lengths"
-      f"{list(t.shape)}, and no value above it"
+      f"{list(t.shape)}, and no value above the response's length"
     )
   shortest = np.min(s, initial=1), np.min(t, initial=0)
   if shortest[0] < 1 or shortest[1] < 0:
     raise ValueError(
       f"forward_flops: the shortest prompt has {shortest[0]} tokens and the shortest response"
-      f" {shortest[1]}; allowed are at least 1 and 0"
+      f" {shortest[1]}; allowed are prompts of at least 1 token and responses of at least 0"
     )
   copies = 1 if shared_prompt else t.shape[1]
   prompts = s[:, None]

@@ -167,7 +167,11 @@ NOT_MOUNTED = "on a file system that is not mounted"
     (f"tpu_vm logs {PLACE}", PROGRAM, "logs takes no flags of the program"),
     (f"xpk start {CLUSTER} --type=v5p-32", PROGRAM, "--image is needed"),
     ("local start --name=a --samplers=-1", PROGRAM, "give a number of samplers"),
-    ("local start --name=a --samplers=2", PROGRAM[:2], "--workdir is missing: samplers meet"),
+    (
+      "local start --name=a --samplers=2",
+      PROGRAM[:2],
+      "--workdir is missing: samplers and trainer",
+    ),
     ("local start --name=a --samplers=2", [*PROGRAM, "--mode=check"], "not with --mode=check"),
     ("local start --name=a --sampler_config=mesh.data=4", PROGRAM, "add --samplers=N"),
     (f"{ON_TPU} --samplers=2 --sampler_type=v5p-1", IN_BUCKET, "--sampler_type=v5p-1 is unknown"),
@@ -184,7 +188,7 @@ def test_mistakes_have_a_message(launch, arguments, program, words):
 def test_names_are_those_that_every_target_accepts(launch, capsys, name):
   with pytest.raises(SystemExit):
     launch(f"local status --name={name}")
-  assert "use up to 28 small letters" in capsys.readouterr().err
+  assert "use up to 28 lowercase letters" in capsys.readouterr().err
 
 
 PLACES = {"ZONE": "us-east5-a", "REGION": "us-east5", "PROJECT": "mine", "BUCKET": "mine"}

@@ -157,7 +157,9 @@ def test_lengths_that_are_none():
     forward_flops(FULL, [1, 2, 3], [[1, 2], [3, 4]])
   with pytest.raises(ValueError, match=r"shortest prompt has 0 .* shortest response 0; allowed"):
     forward_flops(FULL, [0], [[1, 2]])
-  with pytest.raises(ValueError, match=r"predicted\[1, 2\] must have .*and no value above it"):
+  with pytest.raises(
+    ValueError, match=r"predicted\[1, 2\] must have .*and no value above the response's length"
+  ):
     forward_flops(FULL, [1], [[1, 2]], predicted=[[2, 2]])
   with pytest.raises(ValueError, match="shortest response -1"):
     forward_flops(FULL, [1], [[1, -1]])

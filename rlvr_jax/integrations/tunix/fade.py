@@ -18,7 +18,10 @@ from rlvr_jax.types import Prompts, TrainBatch
 
 
 class _TrainingRewards(reward_manager.SequenceRewardManager):
-  """Rewards of 0 and 1 in training; an evaluation, which would change FADE's state, is an error."""
+  """Reward manager that raises for rewards other than 0 and 1, and for any evaluation.
+
+  An evaluation would change FADE's state.
+  """
 
   def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> dict[str, Any]:
     if kwargs["mode"] != str(Mode.TRAIN):
@@ -74,7 +77,10 @@ class Fade:
     training = learner.rl_cluster.cluster_config.training_config
     name = config.advantage_estimator
     if function_registry.get_advantage_estimator(name) is not self:
-      raise ValueError(f"Fade.attach: advantage_estimator={name!r} is not this object's name")
+      raise ValueError(
+        f"Fade.attach: advantage_estimator={name!r} is not this object; set it to the name that was"
+        " given to `register`"
+      )
     if not isinstance(learner.reward_manager, _TrainingRewards):
       raise ValueError(
         f"Fade.attach: reward_manager={config.reward_manager!r}; set reward_manager to {name!r},"
