@@ -35,7 +35,7 @@ PILOT = {
   for rate in PILOT_RATES
   for method, fields in {**METHODS, FADE: FADE_FIELDS}.items()
 }
-RATES = {"GRPO": "1e-5", "P3O": "1e-5"}  # method → the best of its pilot
+RATES = {"GRPO": "1e-5", "P3O": "1e-5", FADE: "1e-5"}  # method → the best of its pilot
 SEEDS = range(5)
 
 
@@ -61,12 +61,32 @@ WHY = {
   NO_PULL: {**PRECISION[label("P3O", "fp8 sampler")], "loss": "p3o(ess_scope=16, kl_term=False)"}
 }
 
+# Question 4. FADE's control has constant weights, the means of α and δ over FADE's own updates.
+FADE_SEEDS = range(3)
+ADAPTING = {FADE: {**FADE_FIELDS, "learning_rate": f"constant(peak={RATES[FADE]})"}}
+FADE_MEANS: dict[int, tuple[float, float]] = {}  # seed → α, δ of FADE's run with this seed
+AVERAGED = "FADE's averages, constant"
+
+
+def averaged(seed: int) -> dict[str, dict[str, str]]:
+  """FADE's control with a seed, once FADE has run with it."""
+  if seed not in FADE_MEANS:
+    return {}
+  alpha, delta = FADE_MEANS[seed]
+  advantage = f"power_asym(alpha={alpha}, delta={delta})"
+  return {AVERAGED: {**ADAPTING[FADE], "advantage": advantage}}
+
 
 def get_sweep():
-  """The pilot, then the arms of question 2, whose outer loop are the seeds."""
+  """The pilot, then the arms of a question, whose outer loop are the seeds."""
+  arms = [
+    *((PILOT_SEED, PILOT),),
+    *((seed, PRECISION) for seed in SEEDS),
+    *((seed, WHY) for seed in WHY_SEEDS),
+    *((seed, {**ADAPTING, **averaged(seed)}) for seed in FADE_SEEDS),
+  ]
   return [
     {"label": name, "seed": seed, **FIELDS, **fields}
-    for arms, seeds in ((PILOT, (PILOT_SEED,)), (PRECISION, SEEDS), (WHY, WHY_SEEDS))
-    for seed in seeds
-    for name, fields in arms.items()
+    for seed, of_seed in arms
+    for name, fields in of_seed.items()
   ]

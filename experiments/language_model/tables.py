@@ -5,10 +5,16 @@ With --workdir, of a sweep, it adds the sweep's runs to results.json first.
 
 from __future__ import annotations
 
+import math
 import pathlib
+import statistics
 from collections.abc import Sequence
 
 from experiments.language_model.sweep import (
+  ADAPTING,
+  AVERAGED,
+  FADE,
+  FADE_SEEDS,
   METHODS,
   NO_PULL,
   PILOT,
@@ -32,40 +38,64 @@ from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
 MARGIN = 0.05  # of pass@1
+ENTROPY_MARGIN = 0.05  # nats per token
 LATE = late_mean(last=2)  # after updates 40 and 60
 GRPO, P3O = METHODS
 OWN, FP8 = SAMPLERS
+ENTROPY, AT_THE_END = "entropy over the run", "entropy at the end"
+FIRST_NORM = "first gradient's norm"
 MEASURED = {  # heading → (metric, what of its values over the updates)
   **MISMATCH,
-  "entropy at the end": ("policy/entropy", lambda values: values[-1]),
+  ENTROPY: ("policy/entropy", statistics.mean),
+  AT_THE_END: ("policy/entropy", lambda values: values[-1]),
+  FIRST_NORM: ("update/gradient_norm", lambda values: values[0]),
+  "α": ("advantage/fade_alpha", statistics.mean),
+  "δ": ("advantage/fade_delta", statistics.mean),
 }
 PRIMARY = (
   Claim("P3, P3O keeps its gain", label(P3O, FP8), label(P3O, OWN), "not less"),
   Claim("P3, GRPO loses", label(GRPO, OWN), label(GRPO, FP8), "more"),
 )
-OTHERS = tuple(
-  Claim(f"P3O against GRPO, {sampler}", label(P3O, sampler), label(GRPO, sampler), "more")
-  for sampler in SAMPLERS
-) + (Claim("P3O's KL term", NO_PULL, label(P3O, FP8), "more"),)
-QUANTITIES = (
-  Quantity("Primary comparisons, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
-  Quantity("Other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
+OTHERS = (
+  *(
+    Claim(f"P3O against GRPO, {sampler}", label(P3O, sampler), label(GRPO, sampler), "more")
+    for sampler in SAMPLERS
+  ),
+  Claim("P3O's KL term", NO_PULL, label(P3O, FP8), "more"),
+  Claim("without it, P3O keeps its gain", NO_PULL, label(P3O, OWN), "not less"),
+  Claim("without it, P3O against GRPO", NO_PULL, label(GRPO, FP8), "more"),
 )
-PANELS = tuple(
-  Panel(method, METRIC, [label(method, sampler) for sampler in SAMPLERS]) for method in METHODS
+ADAPTS = (Claim("FADE's adapting weights gain", FADE, AVERAGED, "more"),)
+KEEPS = (Claim("FADE keeps entropy", FADE, AVERAGED, "more"),)
+QUANTITIES = (
+  Quantity("Primary comparisons of question 2, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
+  Quantity("Its other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
+  Quantity("Primary comparison of question 4, late pass@1", ADAPTS, LATE, MARGIN, len(FADE_SEEDS)),
+  Quantity(
+    "Its entropy over the run, nats",
+    KEEPS,
+    lambda result: result["measured"].get(ENTROPY, math.nan),  # of other questions
+    ENTROPY_MARGIN,
+    len(FADE_SEEDS),
+  ),
+)
+PANELS = (
+  Panel(OWN, METRIC, [label(method, OWN) for method in METHODS]),
+  Panel(FP8, METRIC, [label(GRPO, FP8), label(P3O, FP8), NO_PULL]),
 )
 
 
 def draw(results: Sequence[Result]) -> None:
-  """Saves a figure of held-out pass@1, with a panel for each method."""
+  """Saves a figure of held-out pass@1."""
   draw_panels(results, PANELS, HOME / "curves.png")
 
 
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
-  compared = arm_table(results, [*PRECISION, *WHY], MEASURED, LATE)
-  return "\n\n".join([*quantity_tables(QUANTITIES, results), compared])
+  precision = arm_table(results, [*PRECISION, *WHY], [FIRST_NORM, *MISMATCH, AT_THE_END], LATE)
+  fade = arm_table(results, [FADE, AVERAGED], [ENTROPY, AT_THE_END, "α", "δ"], LATE)
+  return "\n\n".join([*quantity_tables(QUANTITIES, results), precision, fade])
 
 
 if __name__ == "__main__":
-  write_page(HOME, [*PILOT, *PRECISION, *WHY], MEASURED, tables, draw)
+  write_page(HOME, [*PILOT, *PRECISION, *WHY, *ADAPTING, AVERAGED], MEASURED, tables, draw)
