@@ -307,7 +307,9 @@ def test_late_groups_are_counted_and_removed(exchange, objects, trainer):
 
 
 def test_a_recorded_plan_is_refused(trainer):
-  with pytest.raises(ValueError, match="recorded"):
+  with pytest.raises(
+    ValueError, match="cannot repeat a run whose record has a version for each token"
+  ):
     trainer.want(toy.draw(5)._replace(plan=np.zeros((6, 2, 8), np.int32)), [0])
 
 
