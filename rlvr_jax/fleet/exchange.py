@@ -372,7 +372,7 @@ _SAMPLER: Fields = {
 
 
 class Watch:
-  """Tracks which samplers are alive: their records changed lately by this machine's clock."""
+  """Tracks which samplers live: those whose records changed lately, by this machine's clock."""
 
   def __init__(self, limit_s: float, clock: Callable[[], float]):
     """`limit_s`: seconds without a change after which a sampler is dead."""

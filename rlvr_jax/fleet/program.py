@@ -155,7 +155,7 @@ class Pace:
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """Full allowed times since the sampler `name` began a group; 0: the group is not late.
+    """Full allowed times since the sampler `name` was seen to begin a group; 0: it is not late.
 
     The allowed time is the longer of `_BEGUN` × `patience_s` and `_LONG` × the median time of the
     observer's own groups. Until the observer has finished a group, no group is late.
@@ -175,7 +175,7 @@ class _Term:
     settles_at: the time until which the sampler waits for another trainer if this trainer has ended
       or differs.
     differs: why the sampler must not sample for this trainer; "" if it may sample.
-    sign: the policies and draws that the trainer lists, and the time when they last changed.
+    sign: the trainer's policies and draws in the exchange, and the time when they last changed.
     pace: the pace of groups, in all terms.
     newest: the newest policy that was announced.
     draws: the draws that were read, by number.
@@ -251,7 +251,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups in progress must end before `policy`, since it is no newer than theirs."""
+    """Whether `policy` must wait for groups in progress: if it is no newer than their policy."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:

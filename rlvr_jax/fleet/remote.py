@@ -28,7 +28,7 @@ class FleetError(RuntimeError):
 class Allowed(NamedTuple):
   """Limits of a run that groups from samplers must respect."""
 
-  examples: Sequence[Group]  # a group per source; groups of a source have the same arrays
+  examples: Sequence[Group]  # per source, a group whose arrays have the allowed names, shapes, dtypes
   vocabulary: int
   experts: int = 0  # number of experts of a mixture; 0 for other models
 
@@ -282,7 +282,7 @@ class RemoteSampler:
       if version > max(known, default=-1):
         if group.draw == min(self._state.open):  # the trainer needs this draw to reach that version
           raise RecordError(
-            f"version {version} comes after the update on this draw, which it cannot have sampled"
+            f"version {version} comes after the update on this draw, so it cannot have sampled the draw"
           )
         return True
       if known.get(version) != fingerprint:
@@ -398,7 +398,11 @@ def _check_values(arrays: Mapping[str, np.ndarray], allowed: Allowed) -> None:
 
 
 def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
-  """Raises RecordError if a version is too old for the draw, or versions do not fit the tokens."""
+  """Raises RecordError if a version is too old for the draw, or versions do not fit the tokens.
+
+  If `has_versions`, every group has versions; otherwise none has. A group has several versions only
+  if its tokens have versions.
+  """
   versions = {*group.versions}
   if any(version < draw.version for version in versions):
     raise RecordError(f"version {min(versions)} is older than config.schedule allows")
