@@ -31,8 +31,8 @@ class Mismatch(NamedTuple):
 class Correction(NamedTuple):
   """Weights and masks that correct for the sampler's difference from the policy being trained.
 
-  The ratio κ has the sampler β in its denominator. With three policies, κ = π_prox/β, where π_prox
-  is the policy when the batch is first trained on. With two policies, κ = π/β.
+  The ratio κ has the sampler β in its denominator. With three policies, κ = π_prox/β, with π_prox
+  as in `losses.decoupled_ppo`. With two policies, κ = π/β.
 
   Attributes:
     apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]. `weights`

@@ -72,8 +72,9 @@ def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """The log-probabilities log π_prox, f32[P, G, T], nats, as a constant.
 
-  π_prox is the policy just before the first update on the batch or, if `config.proximal_every` is
-  set, before one of the later updates.
+  π_prox is the policy just before the first update on the batch. With `config.proximal_every` = n
+  above 0, it is taken again before a later update on the batch, once n updates have passed.
+
   Args:
     name: the name of the loss or correction that needs these log-probabilities.
   Raises:
@@ -171,10 +172,10 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 def follow(values: Array, terms: Array) -> Array:
   """sg(v) + x − sg(x): an array with the value v at every token and the gradient of the terms x.
 
-  sg stops gradients. Let v and x be the mean and the terms of the log-ratio of a response's n
-  tokens. Then the exponential of the result is the response's ratio at every token, as in
-  GSPO-token. Summed over these tokens, it has n times the ratio's value and n times its gradient.
-  Dropping a token from the loss drops exactly this token's gradient.
+  sg stops gradients. Let x be the log-ratios of a response's n tokens, and v their mean. Then
+  the exponential of the result is the response's ratio at every token, as in GSPO-token. Summed
+  over these tokens, it has n times the ratio's value and n times its gradient. Dropping a token
+  from the loss drops exactly this token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

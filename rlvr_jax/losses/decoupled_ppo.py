@@ -19,8 +19,9 @@ def decoupled_ppo(
 ) -> Loss:
   """ℓ = min(π_prox/β, cap)·`ppo_clip` on the ratio π/π_prox; β is the behavior policy.
 
-  π_prox is the policy just before the first update on a batch, or before regular later updates. The
-  training step provides its log-probabilities, `batch.proximal_logprobs`.
+  π_prox is the policy just before the first update on a batch, or before a later one with
+  `config.proximal_every`. The training step provides its log-probabilities,
+  `batch.proximal_logprobs`.
 
   Args:
     epsilon_low: in [0, 1].

@@ -72,8 +72,8 @@ def dppo(
       only delta_high.
     truncation: c > 0, for the score form; None does not truncate.
     form: "score" or "ratio"; both have the same gradient where ρ < c.
-    anchor: the policy that gives q: "sampler", β; or "proximal", the policy when the batch is first
-      trained on. ρ is π/β in both cases.
+    anchor: the policy that gives q: "sampler", β; or "proximal", π_prox as in `decoupled_ppo`.
+      ρ is π/β in both cases.
     symmetric: whether δ_high drops tokens that have moved in either direction, for both signs of A.
     log_ratio_penalty: λ ≥ 0 adds λ·(log ρ)² to every loss token, also to dropped tokens.
   Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879);

@@ -53,7 +53,7 @@ def clip_interval(
   # authors' code subtracts 1e-12.
   margin = jnp.maximum(1e-12, 64 * jnp.finfo(threshold.dtype).eps * threshold)
   bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
-  within_budget = second_moment <= budget  # true without harmful tokens, whose mean is 0
+  within_budget = second_moment <= budget  # true without harmful tokens: the mean is then 0
   return Interval(
     low=jnp.where(within_budget, 0.0, jnp.minimum(jnp.exp(-bound), 1 - min_epsilon_low)),
     high=jnp.where(within_budget, jnp.inf, jnp.maximum(jnp.exp(bound), 1 + min_epsilon_high)),

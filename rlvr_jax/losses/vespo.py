@@ -45,8 +45,8 @@ def vespo(
     k_positive, lambda_positive: k and λ ≥ 0 where A ≥ 0.
     k_negative, lambda_negative: k and λ ≥ 0 where A < 0.
     token_truncation: c > 0 caps each token's ratio of π_prox to the sampler β: log W = Σ
-      log(π/π_prox) + Σ min(log(π_prox/β), log c), see `proximal_logprobs` for π_prox.
-      None applies no cap.
+      log(π/π_prox) + Σ min(log(π_prox/β), log c), with π_prox as in `decoupled_ppo`. None
+      applies no cap.
   Source: "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
     Training" (arXiv:2602.10693) and the authors' code, which has the default values.
   """

@@ -2,9 +2,9 @@
 
     p = softmax(x·W_router),  E(x) = the k largest of p,  y = Σ_{e ∈ E(x)} w_e · MLP_e(x)
 
-The weights w are p at the chosen experts, in some models divided by their sum. No token is
-dropped, since experts have no capacity limit. The router's scores and the softmax are computed in
-float32 or better. Some models add σ(x·v) · MLP_shared(x), an expert for all tokens.
+The weights w are p at the chosen experts, in some models divided by their sum. Experts have no
+capacity limit, so every chosen expert computes its token. Scores, softmax and choice of the router
+are in float32 or better. Some models add σ(x·v) · MLP_shared(x), an expert for all tokens.
 
 Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
 [layers, E, D, F], down [layers, E, F, D], for E experts of width F; shared_gate, shared_up,
