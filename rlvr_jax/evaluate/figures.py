@@ -83,7 +83,7 @@ def plot_difference(
     row: position on the y axis.
     seeds: differences of single seeds.
     difference: mean and interval; None if there are too few seeds for an interval. With two seeds,
-      their mean is then plotted alone.
+      their mean is then plotted without an interval.
   """
   # The dots are beside the interval, which would hide them.
   axes.plot(

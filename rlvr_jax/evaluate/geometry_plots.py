@@ -182,7 +182,7 @@ def group_sizes(
 def _subsample_bands(
   measurement: Measurement, advantage: Advantage, size: int, num_samples: int, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """Mean and ends of the 95 % range of PR, and of n_eff, each over the samples that define it."""
+  """Mean and ends of the 95 % range of PR, and of n_eff, over the samples where each is defined."""
   P, G = measurement.rewards.shape
   rng = np.random.default_rng([seed, size])
   all_rollouts = np.broadcast_to(np.arange(G), (num_samples, P, G))
@@ -292,7 +292,7 @@ def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -
 
 
 def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
-  """Plots a heat-map of cos(g_i, g_j), the rewards left of it; returns it, for a color bar."""
+  """Plots cos(g_i, g_j), with the rewards on the left; returns the image, for a color bar."""
   P, G = measurement.rewards.shape
   cosines, rewards, _ = ordered_cosines(measurement)
   image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu", interpolation="nearest")

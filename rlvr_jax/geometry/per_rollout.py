@@ -1,4 +1,4 @@
-"""Gram matrices for any parameters, with one rollout differentiated at a time: a reference."""
+"""Per-rollout gradients for any parameters, one rollout of each prompt at a time: a reference."""
 
 from __future__ import annotations
 

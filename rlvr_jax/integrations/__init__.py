@@ -1,1 +1,1 @@
-"""Plug-ins for other frameworks, which rlvr_jax never imports; each needs the extra of its name."""
+"""Plug-ins for other frameworks; each needs the pip extra of its name. rlvr_jax imports none."""

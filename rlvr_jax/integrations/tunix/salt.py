@@ -117,8 +117,8 @@ def salt_coefficients(
     num_generations: G.
     pad_id, eos_id: ids of the tokenizer.
     temperature: temperature of the policy, > 0.
-    method: reweighting; `reweighting.salt()` by default. If it draws a random subspace, every
-      batch has the same one.
+    method: reweighting; `reweighting.salt()` by default. A random subspace is drawn with
+      the same key in every batch.
     gram: `geometry.streaming()`, the default, or `geometry.sketch()`.
     split_head: function that splits a model as this module's `split_head` does.
   Returns:
