@@ -28,7 +28,7 @@ class FleetError(RuntimeError):
 class Allowed(NamedTuple):
   """Limits of a run that groups from samplers must respect."""
 
-  examples: Sequence[Group]  # per source, a group whose arrays have the allowed names, shapes, dtypes
+  examples: Sequence[Group]  # a group per source, with the only names, shapes and dtypes allowed
   vocabulary: int
   experts: int = 0  # number of experts of a mixture; 0 for other models
 
@@ -282,7 +282,8 @@ class RemoteSampler:
       if version > max(known, default=-1):
         if group.draw == min(self._state.open):  # the trainer needs this draw to reach that version
           raise RecordError(
-            f"version {version} comes after the update on this draw, so it cannot have sampled the draw"
+            f"version {version} comes after the update on this draw, so it cannot have sampled the"
+            " draw"
           )
         return True
       if known.get(version) != fingerprint:

@@ -1,9 +1,9 @@
 """Starts a run, and its samplers, as processes on this machine that connect over loopback.
 
-`start` lasts until the run and its samplers have ended. It prints the output of the run's process
-0, and restarts a program, up to --retries times, if one of its processes fails. Ctrl-C, `stop` and
-the end of the terminal let the run save and end; the same command resumes it. Under nohup or tmux
-the run outlives the terminal.
+`start` lasts until the run and its samplers have ended, and fails unless the run has finished. It
+prints the output of the run's process 0, and restarts a program, up to --retries times, if one of
+its processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
+command resumes it. Under nohup or tmux the run outlives the terminal.
 """
 
 from __future__ import annotations
