@@ -28,7 +28,7 @@ class FleetError(RuntimeError):
 class Allowed(NamedTuple):
   """Limits of a run that groups from samplers must respect."""
 
-  examples: Sequence[Group]  # a group per source, with the only names, shapes and dtypes allowed
+  examples: Sequence[Group]  # a group per source; its arrays have the required names, shapes, types
   vocabulary: int
   experts: int = 0  # number of experts of a mixture; 0 for other models
 
