@@ -15,8 +15,8 @@ fields:
     number by the larger of two bounds: the absolute tolerance, and the relative tolerance times
     the expected number. Two integers must be equal. Without these fields, see README.md.
 All styles have optional fields:
-  "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
-    limit on the time in which all of these processes sleep.
+  "time_limit_s": seconds of processor time that the program's processes may use for all tests
+    together. A separate limit of the same length applies to the time in which all of them sleep.
   "memory_mib": total memory of the program's processes, MiB.
 """
 

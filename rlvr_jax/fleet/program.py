@@ -420,7 +420,7 @@ def run_sampler(
   """Samples for the trainer until it has all its batches.
 
   Args:
-    exchange: the exchange of the run.
+    exchange: the run's folder or bucket in which trainer and samplers exchange files.
     sampler: the sampler of this program; it is closed at the end.
     settings: the settings of this sampler.
     restore: (version, fingerprint) → the policy's parameters. It is called in a thread, while the

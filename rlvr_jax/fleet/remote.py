@@ -136,7 +136,7 @@ class RemoteSampler:
     """Begins a term: samplers follow this trainer from now on.
 
     Args:
-      exchange: the exchange of the run.
+      exchange: the run's folder or bucket in which trainer and samplers exchange files.
       publish: writes a policy for the samplers, and calls the given function once they can restore
         it, perhaps later and in another thread.
       settings: the settings of the trainer.

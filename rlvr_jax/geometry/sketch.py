@@ -33,8 +33,8 @@ def sketch(
   SALT's A′ is more sensitive than K: it jumps if the integer k changes, or one of the last
   directions in the subspace. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
   rollouts of a real model; with a sixteenth of the copies the error is 28 %, see
-  docs/reading_geometry.md. The default sizes cost 4096/D head products. From D = 2048 on, this is
-  less than the 2 + B/T head products of the exact `streaming`. For the feature "sampled",
+  docs/reading_geometry.md. The default sizes cost 4096/D head products. The exact
+  `streaming` costs 2 + B/T head products, which is more if D ≥ 2048. For the feature "sampled",
   `streaming` always costs less.
 
   Args:

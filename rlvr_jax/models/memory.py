@@ -78,7 +78,8 @@ def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> 
   """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
 
   The compiler also keeps the operands of element-wise operations, about as many values as matrix
-  products return. In short rows it also keeps the attention scores of all pairs of tokens.
+  products return. If rows are short, the compiler also keeps the attention scores of all pairs of
+  tokens.
 
   Args:
     config, tokens: see `activation_bytes`.

@@ -15,7 +15,7 @@ cannot take two arguments are refused at start-up.
 
 If the grader's module also has `<function>_self_test()`, each worker calls it once at start-up,
 with the hyper-parameters that its signature names. It should raise if the grader cannot work here.
-Put slow imports into it, since no item's time limit applies to it.
+The time limit of an item does not include this call, so put slow imports into the self-test.
 
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 

@@ -491,6 +491,6 @@ def mathematics_self_test() -> None:
   outcomes = [mathematics(text, reference).outcome for text in texts]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
     raise RuntimeError(
-      "the self-test of mathematics failed: a right and a wrong answer were graded"
-      f" {outcomes} against √2/2, expected correct and wrong"
+      "the self-test of mathematics failed: for the reference √2/2, the answers 1/√2 and √2 must be"
+      f" graded correct and wrong, but were graded {outcomes}"
     )

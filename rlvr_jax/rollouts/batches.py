@@ -199,7 +199,7 @@ class _OpenDraw:
 
 
 class _CompleteDraw(NamedTuple):
-  """A draw that has all its groups, graded and measured."""
+  """A draw whose groups are all graded, with their statistics."""
 
   groups: Sequence[Group]
   position: Position  # the state of drawing after the draw

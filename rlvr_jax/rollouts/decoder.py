@@ -147,7 +147,9 @@ class State(NamedTuple):
 
   prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer with attention
   responses: tuple[Part, ...]  # KV cache of the responses, one per layer with attention
-  states: tuple[DeltaState, ...]  # one per gated DeltaNet, after the cached tokens
+  states: tuple[
+    DeltaState, ...
+  ]  # one per gated DeltaNet: its recurrent state after the cached tokens
   token: Array  # i32[slots], the next token to decode: at first the prompt's last token
   prompt: Array  # i32[slots], number of cached tokens of the prompt: all but the last
   generated: Array  # i32[slots], number of tokens of the response
@@ -202,8 +204,8 @@ def take_layer(
   """Selects the parameters of one layer, sharded as on the trainer's devices.
 
   Layers are loaded one by one, since a program that resharded all layers would hold many layers
-  unsharded. This function and `load_layer` are separate programs: in one program, XLA might also
-  move the layers that are not selected.
+  unsharded. This function and `load_layer` are compiled separately: in one program, XLA might also
+  copy the layers that are not selected.
 
   Args:
     trained, frozen: see `Model.combine`.

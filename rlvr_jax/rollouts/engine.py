@@ -262,7 +262,7 @@ class _Queue:
     return context
 
   def context(self, runs: Iterable[_Run]) -> _Context:
-    """The context of rollouts that begin with the same tokens."""
+    """The tokens with which all these rollouts begin, to be prefilled once for all of them."""
     first, *others = runs
     tokens, prompt = first.cached_tokens(), len(first.rollout.prompt) - 1
     padded = self._programs.padded_length(len(tokens), has_response=prompt < len(tokens))

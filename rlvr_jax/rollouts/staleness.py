@@ -211,7 +211,8 @@ class Schedule(NamedTuple):
       if self.limit(version) > batch:
         return version
     raise ValueError(
-      f"batch {batch} may not begin before update {last}; raise the schedule's function `limit`"
+      f"the schedule's function `limit` lets no version sample batch {batch} before update {last};"
+      " return larger numbers"
     )
 
   def oldest_trained(self, update: int) -> int:

@@ -55,7 +55,7 @@ def test_a_search_that_was_stopped_continues_and_repeats_no_compilation(
   [
     (dict(topology=None), "--mode=tune needs --topology"),
     (dict(topology="v5e:1x1", lengths="logn(mean=3)"), "--lengths = 'logn.*did you mean"),
-    (dict(topology="v5x:1x1"), "the peaks of chip 'v5x' are not known"),
+    (dict(topology="v5x:1x1"), "peak FLOP/s and bytes/s of chip 'v5x' are not known"),
     (dict(topology="v5e:2x2"), "config.mesh = .* is 1 devices, but --topology=v5e:2x2 has 4"),
   ],
 )

@@ -361,6 +361,9 @@ def test_exports_are_documented_factories_that_take_what_the_caller_has():
 def test_a_limit_that_never_lets_a_batch_begin_is_an_error():
   schedule = staleness.asynchronous(max_lag=1)._replace(limit=lambda v: min(v + 2, 3))
   assert [schedule.oldest_version(b) for b in range(3)] == [0, 0, 1]
-  message = "batch 3 may not begin before update 3; raise the schedule's function `limit`"
+  message = (
+    "the schedule's function `limit` lets no version sample batch 3 before update 3; return larger"
+    " numbers"
+  )
   with pytest.raises(ValueError, match=message):
     schedule.oldest_version(3)

@@ -40,7 +40,7 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
   began = time.monotonic()
   has_own = any(":" in text for text in (task.grader, *used_graders(task)))
   problems = enumerate(itertools.chain(_checked(task.train), _checked(task.held_out)))
-  faults: dict[str, str] = {}  # what happened, by file and line of the problem
+  faults: dict[str, str] = {}  # file and line of a training problem → what went wrong
   slow: dict[str, str] = {}
   count, at_once = 0, 1
   while chunk := list(itertools.islice(problems, at_once)):
