@@ -82,6 +82,7 @@ QUANTITIES = (
 PANELS = (
   Panel(OWN, METRIC, [label(method, OWN) for method in METHODS]),
   Panel(FP8, METRIC, [label(GRPO, FP8), label(P3O, FP8), NO_PULL]),
+  Panel("FADE, on-policy", METRIC, [FADE, AVERAGED]),
 )
 
 
