@@ -28,6 +28,7 @@ RUNS = {
   "sampled_feature": 95,
   "other_samplers": 50,
   "low_precision": 159,
+  "language_model": 35,
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
 
@@ -42,9 +43,7 @@ def listed(name, workdir="runs/x"):
 
 
 def test_no_experiment_is_forgotten():
-  under_way = {"language_model"}  # without results yet
-  found = {path.parent.name for path in FOLDER.glob("*/sweep.py")}
-  assert found - under_way == set(RUNS) - under_way
+  assert {path.parent.name for path in FOLDER.glob("*/sweep.py")} == set(RUNS)
 
 
 @each_experiment
@@ -55,7 +54,10 @@ def test_a_sweep_has_the_runs_of_its_results(name):
   }
   assert len(found) == RUNS[name] or name == "recipes"  # new recipes are there before their results
   assert results <= found
-  assert name in ("recipes", "pretrained") or found - results <= {("other policy", 1000)}
+  # The first pilot of the language model has its figures on the page alone.
+  first_pilot = {(f"pilot, {m}, {r}", 100) for m in ("GRPO", "P3O") for r in ("3e-6", "1e-5")}
+  unrecorded = {("other policy", 1000)} | first_pilot
+  assert name in ("recipes", "pretrained") or found - results <= unrecorded
 
 
 @each_experiment
