@@ -22,8 +22,8 @@ METHODS = {  # label → fields
 }
 SAMPLERS = {"own sampler": {}, "fp8 sampler": quantized("float8_e4m3fn")}
 FADE = "FADE"
-ON_POLICY = {"schedule": "on_policy"}
-FADE_FIELDS = {**ON_POLICY, "advantage": "fade(target_entropy=0.8)"}  # of the initial entropy
+# H* is 0.8 of the initial entropy.
+FADE_FIELDS = {"schedule": "on_policy", "advantage": "fade(target_entropy=0.8)"}
 PILOT_SEED = 100  # which no comparison uses
 PILOT_RATES = ("3e-6", "1e-5")
 PILOT = {
@@ -69,7 +69,7 @@ AVERAGED = "FADE's averages, constant"
 
 
 def averaged_label(seed: int) -> str:
-  """Label of FADE's control with a seed; a label of a sweep has one setting."""
+  """Label of FADE's control with a seed; all runs of a label must have the same fields."""
   return f"{AVERAGED}, seed {seed}"
 
 
@@ -81,7 +81,7 @@ def averaged(seed: int) -> dict[str, dict[str, str]]:
 
 
 def get_sweep():
-  """The pilot, then the arms of a question, whose outer loop are the seeds."""
+  """The pilot, then the arms of each question; the seeds are the outer loop."""
   arms = [
     (PILOT_SEED, PILOT),
     *((seed, PRECISION) for seed in SEEDS),

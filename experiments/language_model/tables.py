@@ -35,7 +35,9 @@ from experiments.testbed.claims import (
   write_page,
 )
 from experiments.testbed.report import Panel, Result, draw_panels, late_mean
+from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC
+from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
 MARGIN = 0.05  # of pass@1
@@ -66,16 +68,18 @@ OTHERS = (
   Claim("without it, P3O keeps its gain", NO_PULL, label(P3O, OWN), "not less"),
   Claim("without it, P3O against GRPO", NO_PULL, label(GRPO, FP8), "more"),
 )
-ADAPTS = (Claim("FADE's adapting weights gain", FADE, AVERAGED, "more"),)
-KEEPS = (Claim("FADE keeps entropy", FADE, AVERAGED, "more"),)
+ADAPTS = Claim("FADE's adapting weights gain", FADE, AVERAGED, "more")
+KEEPS = Claim("FADE keeps entropy", FADE, AVERAGED, "more")
 QUANTITIES = (
   Quantity("Primary comparisons of question 2, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
   Quantity("Its other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
-  Quantity("Primary comparison of question 4, late pass@1", ADAPTS, LATE, MARGIN, len(FADE_SEEDS)),
+  Quantity(
+    "Primary comparison of question 4, late pass@1", [ADAPTS], LATE, MARGIN, len(FADE_SEEDS)
+  ),
   Quantity(
     "Its entropy over the run, nats",
-    KEEPS,
-    lambda result: result["measured"].get(ENTROPY, math.nan),  # of other questions
+    [KEEPS],
+    lambda result: result["measured"].get(ENTROPY, math.nan),  # seed 0 of question 2 lacks it
     ENTROPY_MARGIN,
     len(FADE_SEEDS),
   ),
@@ -85,14 +89,20 @@ PANELS = (
   Panel(FP8, METRIC, [label(GRPO, FP8), label(P3O, FP8), NO_PULL]),
   Panel("FADE, on-policy", METRIC, [FADE, AVERAGED]),
 )
-
-
 CONTROLS = [averaged_label(seed) for seed in FADE_SEEDS]
 
 
 def with_one_control(results: Sequence[Result]) -> list[Result]:
   """The results, with one label for FADE's controls, whose weights differ by seed."""
   return [{**r, "label": AVERAGED} if r["label"] in CONTROLS else r for r in results]
+
+
+def adjusted_p_table(results: Sequence[Result]) -> str:
+  """The p-values of the primary comparisons, adjusted by Holm's procedure."""
+  values = compare.values_by_seed(results, LATE)
+  found = {c.name: paired_difference(values[c.arm], values[c.control]) for c in (*PRIMARY, ADAPTS)}
+  rows = {name: [f"{p:.2g}"] for name, p in compare.adjusted_p(found).items()}
+  return f"Primary comparisons, Holm's p:\n\n{compare.markdown_table(['p'], rows, 'claim')}"
 
 
 def draw(results: Sequence[Result]) -> None:
@@ -105,7 +115,8 @@ def tables(results: Sequence[Result]) -> str:
   results = with_one_control(results)
   precision = arm_table(results, [*PRECISION, *WHY], [FIRST_NORM, *MISMATCH, AT_THE_END], LATE)
   fade = arm_table(results, [FADE, AVERAGED], [ENTROPY, AT_THE_END, "α", "δ"], LATE)
-  return "\n\n".join([*quantity_tables(QUANTITIES, results), precision, fade])
+  parts = [*quantity_tables(QUANTITIES, results), adjusted_p_table(results), precision, fade]
+  return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def find_chip(topology: str) -> Chip:
   kind = topology.partition(":")[0]
   if kind not in CHIPS:
     raise ValueError(
-      f"--topology={topology}: peak FLOP/s and bytes/s of chip {kind!r} are not known; allowed:"
-      f" {sorted(CHIPS)}, such as v5e:4x4 or h100:8"
+      f"--topology={topology}: peak FLOP/s and bytes/s of chip {kind!r} are not known; allowed"
+      f" are {sorted(CHIPS)}, each with a size: v5e:4x4, h100:8"
     )
   return CHIPS[kind]

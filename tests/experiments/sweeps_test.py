@@ -30,6 +30,12 @@ RUNS = {
   "low_precision": 159,
   "language_model": 35,
 }
+# Runs of a sweep without results. The language model's first pilot has its figures on the page.
+WITHOUT_RESULTS = {
+  "language_model": {
+    (f"pilot, {method}, {rate}", 100) for method in ("GRPO", "P3O") for rate in ("3e-6", "1e-5")
+  }
+}
 each_experiment = pytest.mark.parametrize("name", RUNS)
 
 
@@ -54,10 +60,8 @@ def test_a_sweep_has_the_runs_of_its_results(name):
   }
   assert len(found) == RUNS[name] or name == "recipes"  # new recipes are there before their results
   assert results <= found
-  # The first pilot of the language model has its figures on the page alone.
-  first_pilot = {(f"pilot, {m}, {r}", 100) for m in ("GRPO", "P3O") for r in ("3e-6", "1e-5")}
-  unrecorded = {("other policy", 1000)} | first_pilot
-  assert name in ("recipes", "pretrained") or found - results <= unrecorded
+  without_results = WITHOUT_RESULTS.get(name, {("other policy", 1000)})
+  assert name in ("recipes", "pretrained") or found - results <= without_results
 
 
 @each_experiment
@@ -71,6 +75,14 @@ def test_the_tables_are_those_of_the_readme(name):
   assert f"python -m experiments.{name}.tables" in readme
   recipe = re.search(r"--mode=sweep --config=(\S+)", readme)[1]
   assert (tiny.ROOT / recipe).exists()
+
+
+def test_the_constant_weights_are_the_means_of_fade():
+  runs = importlib.import_module("experiments.language_model.sweep")
+  results = read_results(FOLDER / "language_model" / "results.json")
+  measured = {r["seed"]: r["measured"] for r in results if r["label"] == runs.FADE}
+  means = {seed: (f"{m['α']:.4g}", f"{m['δ']:.4g}") for seed, m in measured.items()}
+  assert means == {seed: (str(α), str(δ)) for seed, (α, δ) in runs.FADE_MEANS.items()}
 
 
 # --- the experiments on staleness -----------------------------------------------------------------

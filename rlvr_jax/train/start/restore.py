@@ -73,7 +73,7 @@ def _read_pins(path: Path, names: Collection[str]) -> dict[str, JSON]:
   try:
     pins = json.loads(path.read_text())
     if not isinstance(pins, dict) or pins.keys() - {"crc32"} != set(names):
-      raise ValueError(f"its names must be {', '.join(sorted(names))}")
+      raise ValueError(f"it must name exactly the sources {', '.join(sorted(names))}")
     if not is_as_written(pins):
       raise ValueError("it does not match its checksum")
     return {name: pins[name] for name in names}
