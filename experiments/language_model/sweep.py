@@ -79,11 +79,30 @@ def averaged(seed: int) -> dict[str, dict[str, str]]:
   advantage = f"power_asym(alpha={alpha}, delta={delta})"
   return {averaged_label(seed): {**ADAPTING[FADE], "advantage": advantage}}
 
+# Question 3: four stages of 32 updates, measured at the start and after each stage.
+STAGES = {
+  "schedule": "stages",
+  "num_updates": 128,
+  "evaluation.every": 32,
+  "loss": "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)",  # the interval [0, 5]
+}
+RELAXED = "relaxed clip"
+STAGE_PILOT = {  # two stages of 32
+  f"pilot, {RELAXED}, {rate}": {
+    **STAGES,
+    "schedule": "stages(count=2)",
+    "num_updates": 64,
+    "evaluation.every": 16,
+    "learning_rate": f"constant(peak={rate})",
+  }
+  for rate in ("1e-5", "3e-5")
+}
+
 
 def get_sweep():
-  """The pilot, then the arms of each question; the seeds are the outer loop."""
+  """The pilots, then the arms of each question; the seeds are the outer loop."""
   arms = [
-    (PILOT_SEED, PILOT),
+    (PILOT_SEED, {**PILOT, **STAGE_PILOT}),
     *((seed, PRECISION) for seed in SEEDS),
     *((seed, WHY) for seed in WHY_SEEDS),
     *((seed, {**ADAPTING, **averaged(seed)}) for seed in FADE_SEEDS),
