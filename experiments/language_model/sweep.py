@@ -79,6 +79,7 @@ def averaged(seed: int) -> dict[str, dict[str, str]]:
   advantage = f"power_asym(alpha={alpha}, delta={delta})"
   return {averaged_label(seed): {**ADAPTING[FADE], "advantage": advantage}}
 
+
 # Question 3: four stages of 32 updates, measured at the start and after each stage.
 STAGES = {
   "schedule": "stages",
