@@ -87,7 +87,9 @@ STAGES = {
   "evaluation.every": 32,
   "loss": "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)",  # the interval [0, 5]
 }
+STAGE_SEEDS = range(5)
 RELAXED = "relaxed clip"
+SUFFIX = f"{RELAXED}, suffix veto"
 STAGE_PILOT = {  # two stages of 32
   f"pilot, {RELAXED}, {rate}": {
     **STAGES,
@@ -98,6 +100,9 @@ STAGE_PILOT = {  # two stages of 32
   }
   for rate in ("1e-5", "3e-5")
 }
+STAGE_RATE = {"learning_rate": "constant(peak=3e-5)"}  # by the rule for the pilot
+VETO = {"veto.enabled": True, "veto.scope": "suffix", "veto.threshold": 0.01}
+STAGED = {RELAXED: {**STAGES, **STAGE_RATE}, SUFFIX: {**STAGES, **STAGE_RATE, **VETO}}
 
 
 def get_sweep():
@@ -106,6 +111,7 @@ def get_sweep():
     (PILOT_SEED, {**PILOT, **STAGE_PILOT}),
     *((seed, PRECISION) for seed in SEEDS),
     *((seed, WHY) for seed in WHY_SEEDS),
+    *((seed, STAGED) for seed in STAGE_SEEDS),
     *((seed, {**ADAPTING, **averaged(seed)}) for seed in FADE_SEEDS),
   ]
   return [

@@ -28,14 +28,15 @@ RUNS = {
   "sampled_feature": 95,
   "other_samplers": 50,
   "low_precision": 159,
-  "language_model": 37,
+  "language_model": 47,
 }
 # Runs of a sweep without results. The language model's first pilot has its figures on the page; the
-# pilot of its stages has not run yet.
+# runs in stages have not ended yet.
 WITHOUT_RESULTS = {
   "language_model": {
     *((f"pilot, {method}, {rate}", 100) for method in ("GRPO", "P3O") for rate in ("3e-6", "1e-5")),
     *((f"pilot, relaxed clip, {rate}", 100) for rate in ("1e-5", "3e-5")),
+    *((f"relaxed clip{veto}", seed) for veto in ("", ", suffix veto") for seed in range(5)),
   }
 }
 each_experiment = pytest.mark.parametrize("name", RUNS)
