@@ -19,8 +19,13 @@ from experiments.language_model.sweep import (
   NO_PULL,
   PILOT,
   PRECISION,
+  RELAXED,
   SAMPLERS,
   SEEDS,
+  STAGE_PILOT,
+  STAGE_SEEDS,
+  STAGED,
+  SUFFIX,
   WHY,
   WHY_SEEDS,
   averaged_label,
@@ -34,17 +39,18 @@ from experiments.testbed.claims import (
   quantity_tables,
   write_page,
 )
-from experiments.testbed.report import Panel, Result, draw_panels, late_mean
+from experiments.testbed.report import Panel, Result, draw_panels, late_mean, peak_value
 from rlvr_jax.evaluate import compare
-from rlvr_jax.evaluate.compare import METRIC
+from rlvr_jax.evaluate.compare import METRIC, final_value
 from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
 MARGIN = 0.05  # of pass@1
 ENTROPY_MARGIN = 0.05  # nats per token
-LATE = late_mean(last=2)  # after updates 40 and 60
+LATE = late_mean(last=2)  # after updates 40 and 60, of question 3 after 96 and 128
 GRPO, P3O = METHODS
 OWN, FP8 = SAMPLERS
+VETOED, TRIGGERS = "vetoed tokens", "trigger rate"
 ENTROPY, AT_THE_END = "entropy over the run", "entropy at the end"
 FIRST_NORM = "first gradient's norm"
 MEASURED = {  # heading → (metric, what of its values over the updates)
@@ -52,6 +58,8 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   ENTROPY: ("policy/entropy", statistics.mean),
   AT_THE_END: ("policy/entropy", lambda values: values[-1]),
   FIRST_NORM: ("update/gradient_norm", lambda values: values[0]),
+  VETOED: ("veto/token_fraction", statistics.mean),
+  TRIGGERS: ("veto/trigger_rate", statistics.mean),
   "α": ("advantage/fade_alpha", statistics.mean),
   "δ": ("advantage/fade_delta", statistics.mean),
 }
@@ -68,11 +76,20 @@ OTHERS = (
   Claim("without it, P3O keeps its gain", NO_PULL, label(P3O, OWN), "not less"),
   Claim("without it, P3O against GRPO", NO_PULL, label(GRPO, FP8), "more"),
 )
+STABLE = Claim("M3, the suffix veto keeps stages stable", SUFFIX, RELAXED, "more")
 ADAPTS = Claim("FADE's adapting weights gain", FADE, AVERAGED, "more")
+PRIMARY_SEEDS = {  # primary claim → number of seeds that decide it
+  **dict.fromkeys(PRIMARY, len(SEEDS)),
+  STABLE: len(STAGE_SEEDS),
+  ADAPTS: len(FADE_SEEDS),
+}
 KEEPS = Claim("FADE keeps entropy", FADE, AVERAGED, "more")
 QUANTITIES = (
   Quantity("Primary comparisons of question 2, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
   Quantity("Its other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
+  Quantity(
+    "Primary comparison of question 3, late pass@1", [STABLE], LATE, MARGIN, len(STAGE_SEEDS)
+  ),
   Quantity(
     "Primary comparison of question 4, late pass@1", [ADAPTS], LATE, MARGIN, len(FADE_SEEDS)
   ),
@@ -87,9 +104,15 @@ QUANTITIES = (
 PANELS = (
   Panel(OWN, METRIC, [label(method, OWN) for method in METHODS]),
   Panel(FP8, METRIC, [label(GRPO, FP8), label(P3O, FP8), NO_PULL]),
+  Panel("four stages of 32 updates", METRIC, [*STAGED]),
   Panel("FADE, on-policy", METRIC, [FADE, AVERAGED]),
 )
 CONTROLS = [averaged_label(seed) for seed in FADE_SEEDS]
+
+
+def fall(result: Result) -> float:
+  """Highest pass@1 less the last."""
+  return peak_value()(result) - final_value(result)
 
 
 def with_one_control(results: Sequence[Result]) -> list[Result]:
@@ -98,9 +121,13 @@ def with_one_control(results: Sequence[Result]) -> list[Result]:
 
 
 def adjusted_p_table(results: Sequence[Result]) -> str:
-  """The p-values of the primary comparisons, adjusted by Holm's procedure."""
+  """Holm's p-values of the primary comparisons; of question 3 only if all of its seeds have run."""
   values = compare.values_by_seed(results, LATE)
-  found = {c.name: paired_difference(values[c.arm], values[c.control]) for c in (*PRIMARY, ADAPTS)}
+  found = {}
+  for claim, least_seeds in PRIMARY_SEEDS.items():
+    arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
+    if len(arm.keys() & control.keys()) >= least_seeds:
+      found[claim.name] = paired_difference(arm, control)
   rows = {name: [f"{p:.2g}"] for name, p in compare.adjusted_p(found).items()}
   return f"Primary comparisons, Holm's p:\n\n{compare.markdown_table(['p'], rows, 'claim')}"
 
@@ -113,11 +140,21 @@ def draw(results: Sequence[Result]) -> None:
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
   results = with_one_control(results)
-  precision = arm_table(results, [*PRECISION, *WHY], [FIRST_NORM, *MISMATCH, AT_THE_END], LATE)
-  fade = arm_table(results, [FADE, AVERAGED], [ENTROPY, AT_THE_END, "α", "δ"], LATE)
-  parts = [*quantity_tables(QUANTITIES, results), adjusted_p_table(results), precision, fade]
-  return "\n\n".join(parts)
+  precision = [*PRECISION, *WHY], [FIRST_NORM, *MISMATCH, AT_THE_END]
+  staged = [*STAGED], [VETOED, TRIGGERS, *MISMATCH, AT_THE_END]
+  fade = [FADE, AVERAGED], [ENTROPY, AT_THE_END, "α", "δ"]
+  return "\n\n".join(
+    [
+      *quantity_tables(QUANTITIES, results),
+      adjusted_p_table(results),
+      arm_table(results, *precision, LATE),
+      arm_table(results, *staged, LATE, {"fall from the peak": fall}),
+      arm_table(results, *fade, LATE),
+    ]
+  )
 
 
 if __name__ == "__main__":
-  write_page(HOME, [*PILOT, *PRECISION, *WHY, *ADAPTING, *CONTROLS], MEASURED, tables, draw)
+  pilots = [*PILOT, *STAGE_PILOT]
+  arms = [*PRECISION, *WHY, *STAGED, *ADAPTING, *CONTROLS]
+  write_page(HOME, [*pilots, *arms], MEASURED, tables, draw)
