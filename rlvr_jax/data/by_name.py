@@ -44,7 +44,7 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
-      f"config.tokenizer = {name!r} is not 'bytes', and its folder cannot be used with"
-      f" config.prompts = {dict(prompts)}: {error}; allowed are 'bytes', 'checkpoint' or the folder"
-      " of a tokenizer"
+      f"config.tokenizer = {name!r} and config.prompts = {dict(prompts)} give no tokenizer:"
+      f" {error}; the values of config.tokenizer are 'bytes', 'checkpoint', or the folder of a"
+      " tokenizer"
     ) from error

@@ -204,5 +204,6 @@ class ChatTurns:
     raise ValueError(
       f"the chat template of {self._name} is not append-only with replies of role"
       f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens the appended"
-      f" dialogue goes on with {shown[0]!r}, but the template's with {shown[1]!r}; {_REMEDY}"
+      f" dialogue goes on with {shown[0]!r}, but the dialogue that the template writes goes on with"
+      f" {shown[1]!r}; {_REMEDY}"
     )

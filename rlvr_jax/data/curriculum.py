@@ -69,8 +69,9 @@ def curriculum(
   task, train = join_parts("curriculum", parts)
   if by == "problem" and len(task.train) > _MAX_PROBLEMS:
     raise ValueError(
-      f"the parts have {len(task.train)} problems, but by = 'problem' estimates the solve rate of"
-      f" each, for at most {_MAX_PROBLEMS}; set by = 'part', or lower train_size"
+      f"the parts have {len(task.train)} problems, but by = 'problem' allows at most"
+      f" {_MAX_PROBLEMS}, since every problem has an estimate of its solve rate; set by = 'part',"
+      " or lower train_size"
     )
   settings = Settings(by, weight, rate, first, floor, seed)
   return dataclasses.replace(task, train=Curriculum(dict(zip(parts, train, strict=True)), settings))
@@ -122,7 +123,7 @@ class CurriculumDraws:
     cells = len(source.parts) if self._by_part else len(source)
     if not self._by_part and cells < batch_size:
       raise ValueError(
-        f"a batch takes {batch_size} problems, each once, but the curriculum has {cells}; lower"
+        f"a batch takes {batch_size} different problems, but the curriculum has only {cells}; lower"
         " config.batch.prompts, or set config.task.kwargs.by = 'part'"
       )
     seeds = [(part, order_seed(self._settings.seed, label)) for label, part in source.parts.items()]

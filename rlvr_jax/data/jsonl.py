@@ -121,7 +121,7 @@ def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
   messages = _read_messages(row, prompt)
   question = join_messages(messages) if messages else _fill_from_row(row, "prompt", prompt)
   if not row.check_text("the prompt", question).strip():
-    raise row.error(f"has an empty prompt ({prompt!r})")
+    raise row.error(f"has an empty prompt; the template is prompt = {prompt!r}")
   return Problem(
     question=question,
     answer=text,
@@ -144,7 +144,7 @@ def _read_messages(row: Row, prompt: str) -> tuple[Mapping[str, str], ...]:
   try:
     check_messages(value)
   except ValueError as error:
-    raise row.error(f"does not fit: prompt is {prompt!r}, and {error}") from error
+    raise row.error(f"does not fit prompt = {prompt!r}: {error}") from error
   return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 

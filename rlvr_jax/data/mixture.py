@@ -40,7 +40,10 @@ def mixture(
       not a task or has no problem left to train on, or the factory of a part raises ValueError.
   """
   if not parts or set(parts) != set(weights):
-    raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
+    raise ValueError(
+      "parts and weights need the same labels, at least one, but weights has the labels"
+      f" {sorted(weights)}, and parts has the labels {sorted(parts)}"
+    )
   for label, weight in weights.items():
     check_between("mixture", f"weights[{label!r}]", weight, low=0.0, open_low=True)
   check_integer("mixture", "size", size, low=0)

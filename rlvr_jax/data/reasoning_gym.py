@@ -157,7 +157,7 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
     if name not in fields:
       raise ValueError(
         f"reasoning_gym dataset {dataset!r} has no setting {name!r}; similar names: "
-        f"{_similar_names(name, fields)}; all: {sorted(fields)}"
+        f"{_similar_names(name, fields)}; all settings: {sorted(fields)}"
       )
 
 

@@ -103,7 +103,8 @@ def declared_roles(environment: Environment) -> list[str]:
   roles = getattr(environment, "roles", ROLES[:1])
   if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
     raise ValueError(
-      f"{type(environment).__name__} has roles = {roles!r:.100}, expected some of {ROLES}"
+      f"{type(environment).__name__} has roles = {roles!r:.100}, expected a sequence of roles from"
+      f" {ROLES}, such as ('tool',)"
     )
   return list(roles)
 
@@ -163,7 +164,7 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
     is_message = isinstance(message, Mapping) and message.keys() == {"role", "content"}
     if not is_message or message["role"] not in ("system", "user"):
       raise TypeError(
-        f"reset returned the message {message!r:.100}, expected role 'system' or 'user' and"
+        f"reset returned the message {message!r:.100}, expected a role, 'system' or 'user', and"
         f" content, as {example}"
       )
   return [

@@ -297,12 +297,12 @@ class _OpenEnv:
         data[name.rpartition(".")[2]] = _find(fields, name)
       except ServerError:
         raise ValueError(
-          f"openenv: reset has {name!r}, but the problem has only {sorted(fields)}"
+          f"openenv: reset names the field {name!r}, but the problem has only {sorted(fields)}"
         ) from None
     try:
       answer = self._wait(self._session.begin(data))
     except TimeoutError:
-      reason = self._session.refusal or "no answer to its reset"
+      reason = self._session.refusal or "the server did not answer the reset"
       raise ServerError(
         f"{self._options.url}: no session within {self._options.deadline_s:g} s: {reason}"
       ) from None
@@ -365,7 +365,7 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
         raise ServerError(f"GET {url}/schema has the status {response.status}")
       return json.loads(await response.content.read(MAX_MESSAGE))
 
-  rule = "start the server, or give url as its start prints it, such as http://127.0.0.1:8000"
+  rule = "start the server, or set url to the address that it prints, such as http://127.0.0.1:8000"
   try:
     schema = _run(fetch(), limit_s)
   except TimeoutError:

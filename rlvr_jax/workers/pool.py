@@ -131,7 +131,7 @@ class _Crew:
     is_short = problem.startswith(("MemoryError", DIED)) or "failed to map segment" in problem
     if memory_mib is not None and is_short:
       problem += (
-        f" (its address space may have {memory_mib} MiB; if that is too little, raise"
+        f" (its address space is limited to {memory_mib} MiB; if that is too little, raise"
         f" {self.service.memory_field})"
       )
     return f"{self.service.name} did not start: {problem}"

@@ -68,7 +68,11 @@ class Published(tfds.core.GeneratorBasedBuilder):
       return Records(self, split)
     dataset: Dataset = self.builder_config
     layouts = dataset.files.get(split)
-    remedy = f"name its files {describe_layouts(layouts)}" if layouts else "choose one of those"
+    remedy = (
+      f"give the files of this split the names {describe_layouts(layouts)}"
+      if layouts
+      else "choose one of these splits"
+    )
     raise ValueError(
       f"{dataset.name} has no split {split!r} in {self._source.data_dir}, only {splits}: {remedy}"
     )
@@ -195,8 +199,8 @@ def prepare(
     raise FileNotFoundError(
       errno.ENOENT,
       f"no file of {name} in data_dir: expected"
-      f" {'; or '.join(map(describe_layouts, files.values()))} (as {', '.join(FORMATS)}), found"
-      f" {source.names()[:20]}; rename them{alternative}",
+      f" {'; or '.join(map(describe_layouts, files.values()))} (with one of the extensions"
+      f" {', '.join(FORMATS)}), found {source.names()[:20]}; rename the files found{alternative}",
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])
