@@ -1,4 +1,4 @@
-"""Batches of problems in a restorable order, and their token arrays."""
+"""Iterates over batches of problems from a restorable position, and encodes problems as arrays."""
 
 from __future__ import annotations
 

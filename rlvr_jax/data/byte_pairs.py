@@ -121,12 +121,12 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
-  """Yields the texts of files, and of all files in folders, ordered by name.
+  """Yields the texts of files; for a folder, of all its files in the order of their names.
 
   Args:
     paths: local paths or URLs.
-    fields: fields whose texts are read from files of problems, which are read as in the task
-      `jsonl`. If empty, the files are UTF-8 text, and may be compressed (.gz).
+    fields: fields to read from files of problems, in the formats that the task `jsonl` reads. If
+      `fields` is empty, the files are UTF-8 text, and may be compressed (.gz).
   Raises:
     ValueError: a file is not UTF-8 text, or a problem lacks a text in one of the fields.
     OSError: a file does not exist or cannot be read.

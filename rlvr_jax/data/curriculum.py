@@ -32,18 +32,21 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Makes a task that samples problems by their solve rate, by default most often near 1/2.
+  """Makes a task that samples problems by estimates of their solve rates.
+
+  By default, problems with an estimate near 1/2 are sampled most often.
 
   With by = "problem" a cell is one problem; with by = "part" a cell is all problems of a part, such
   as a level. Every cell has an estimate p of its solve rate, initially `first`. A group of rollouts
   with the solve rate s updates it: p ← p + rate·(s − p). A batch samples cells with probabilities
-  in proportion to max(w(p), floor). Problems do not repeat within a batch. A part's problems come
-  in a random order, each once until all have been read.
+  in proportion to max(w(p), floor), where `weight` chooses the function w. With by = "problem", no
+  problem repeats within a batch. With by = "part", a part's problems come in a random order, each
+  once until all have been read, then in another order.
 
   Estimates are updated when sampling moves on to the next policy, so that all batches for a policy
   are drawn from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous` the clock decides which policy samples a batch, so two such
-  runs may differ.
+  is bit-exact. In asynchronous runs, timing decides which policy samples a batch, so two
+  asynchronous runs may differ.
 
   Args:
     parts: one or more parts, as for `mixture`.
@@ -103,7 +106,7 @@ class Curriculum(Concatenated):
     return Curriculum(parts, self.settings)
 
   def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
-    """The curriculum of the problems that meet a condition; parts without them are dropped."""
+    """The curriculum of the problems that meet a condition; drops parts without such problems."""
     parts = {label: Chosen.where(condition, source) for label, source in self.parts.items()}
     return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
 
@@ -115,7 +118,7 @@ class CurriculumDraws:
     """Initializes the draws; arguments as in `problem_batches`.
 
     Raises:
-      ValueError: there are fewer problems than a batch takes.
+      ValueError: `by` is "problem", and there are fewer problems than a batch takes.
     """
     self._source, self._batch_size, self._seed = source, batch_size, seed
     self._settings = source.settings

@@ -45,17 +45,19 @@ class HuggingFaceTokenizer:
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
   token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
-  begin another turn. All other added tokens are encoded as single tokens in every text. They
-  include the "<think>" and "</think>" of many models, unless marked special, even if the template
-  writes these too.
+  begin another turn. All other added tokens are encoded as single tokens in every text. The
+  added tokens "<think>" and "</think>" of many models are control tokens only if they are marked
+  special, even if the template writes them around messages.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
-  In the chat format the first of them is the template's end-of-turn token, since demonstrations end
-  with the first. In base models the end-of-turn token is often not the end-of-text token.
+  In the chat format the template's end-of-turn token comes first, since a turn of a demonstration
+  ends with the first of `stop_ids`. In base models the end-of-turn token is often not the
+  end-of-text token.
 
-  Dialogues need an append-only template: the tokens of a longer dialogue begin with the tokens of a
-  shorter dialogue. `check_turns` checks this; without it, the first `encode_reply` does. If the
-  template trims messages, replies are trimmed; the policy's tokens stay unchanged.
+  Dialogues need an append-only template: another turn leaves the tokens of the earlier turns
+  unchanged. `check_turns` checks this. Without a call of `check_turns`, the first `encode_reply`
+  with a role checks it for the role. If the template trims messages, replies are trimmed; the
+  policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -145,8 +147,8 @@ class HuggingFaceTokenizer:
     `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
 
     Raises:
-      ValueError: the messages are invalid, begin with a second system prompt, or the chat template
-        rejects them.
+      ValueError: the messages are invalid, they begin with a system message although there is a
+        `system_prompt`, or the chat template rejects them.
     """
     check_messages(messages)
     if self._system and messages[0]["role"] == "system":
@@ -185,8 +187,9 @@ class HuggingFaceTokenizer:
         order.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
-      ValueError: a role is unknown, the template is not append-only, or a stop string spells a
-        special token. Decoded texts lack it, so the string never matches.
+      ValueError: a role is unknown, the template is not append-only, or a stop string is invalid.
+        A stop string that spells a special token is invalid, since decoded texts contain no special
+        tokens.
     """
     for role in roles:
       check_reply_role(role)
@@ -227,7 +230,8 @@ class HuggingFaceTokenizer:
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
     """Decodes ids, for graders and readers; a leading space is kept.
 
-    Ids without a token are dropped, and so are special tokens, except the tokens around a thought.
+    Ids without a token are dropped. Unless `with_special`, special tokens are dropped too, except
+    the tokens around a thought.
     """
     # A model's vocabulary may be larger than the tokenizer's.
     silent = () if with_special else self._silent

@@ -41,7 +41,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 class Published(tfds.core.GeneratorBasedBuilder):
-  """Builder of published data sets, with one configuration each, in the published order.
+  """Builder of published data sets: one configuration per data set, records in published order.
 
   Args:
     source: published files.
@@ -180,7 +180,7 @@ def prepare(
     name: name of the data set, one of `DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
     prepared_dir: local folder for the prepared records, with a subfolder per content digest, so
-      that changed files are prepared again. Several processes may share it.
+      that changed files are prepared again. Several processes may share the folder.
   Raises:
     OSError: a file is missing or cannot be read, or the records cannot be written.
     ValueError: the name is unknown, a file is not as published (the message names it, and the line
