@@ -46,7 +46,10 @@ class ProblemSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """Problems for each phase. No question of `held_out` is in `train` or `warm_start`."""
+  """Problems for each phase.
+
+  Except in the task `guess`, no question of `held_out` is in `train` or `warm_start`.
+  """
 
   name: str
   train: ProblemSource

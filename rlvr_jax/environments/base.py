@@ -21,7 +21,8 @@ outside of the environment's object. All rollouts of a problem have the same see
 a thread, so it cannot set signal handlers.
 
 Replies have the role "user", unless the class says `roles = ("tool",)`. An environment with open
-resources, such as a connection, may have `close()`, called when its dialogue has ended.
+resources, such as a connection, may have a method `close()`, which is called when the dialogue has
+ended.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Turn(NamedTuple):
 
 
 class Refused(Stopped):
-  """Raised by `step` to refuse the policy's text; this outcome has a reward and is not a fault."""
+  """Raised by `step` to refuse the policy's text; this outcome has a reward.
+
+  The outcome is not a fault of the environment.
+  """
 
   kind = "refused"
 
@@ -74,8 +78,8 @@ class Refused(Stopped):
 class TimedOut(Stopped):
   """Raised by `step` if the policy's text causes too much work; this outcome has a reward.
 
-  The outcome is not a fault. An environment may raise this error at a limit of its own, which is
-  reached before the pool's limit; at the pool's limit the process is killed.
+  The outcome is not a fault of the environment. An environment may have a limit of its own, below
+  the pool's limit, and raise this error there. At the pool's limit the process is killed.
   """
 
   kind = "timeout"

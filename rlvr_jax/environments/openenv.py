@@ -415,8 +415,8 @@ def openenv(
   Each dialogue has its own session. The server's `max_concurrent_envs` must be at least the number
   of simultaneous dialogues; a dialogue that gets no session tries again until the deadline.
 
-  A run repeats bit for bit if the server's replies depend only on the seed, which the server gets,
-  on `reset` and on the actions. The server's answers have these meanings:
+  A run repeats bit for bit if the server's replies depend only on the seed, the fields of `reset`
+  and the actions. The server gets the seed at each reset. The server's answers have these meanings:
 
   * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader gives the score.
@@ -438,10 +438,10 @@ def openenv(
       ("index",). A field is "question", "answer", or a field of the reference; "extra.index" is a
       field within "extra".
     pattern: regular expression for the part of the policy's turn that the action gets: the first
-      group of the last match or, without groups, the whole match. "": the complete turn.
+      group of the last match or, without groups, the whole last match. "": the complete turn.
     score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
-    deadline_s: limit of the run for a reset or step, seconds.
+    deadline_s: limit of a reset or step, seconds; set by the run.
   Raises:
     ValueError: a hyper-parameter is invalid, the server does not answer, or `action` does not have
       the fields of the server's actions.

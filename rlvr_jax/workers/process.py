@@ -92,8 +92,8 @@ class _Child(NamedTuple):
 class WorkerProcess:
   """One worker, used by one thread at a time.
 
-  Of the methods only `kill` waits: for the end of the process. Workers are new interpreters, never
-  forks, and each leads its own OS session (setsid).
+  Of the methods only `kill` and its callers wait, for the end of the process. Workers are new
+  interpreters, never forks, and each leads its own OS session (setsid).
 
   Attributes:
     sessions: the sessions in this worker, by number.
@@ -140,7 +140,7 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; waiting requests do not count in `share`."""
+    """Whether a worker is ready, not full, and has fewer than `share` requests that do not wait."""
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
