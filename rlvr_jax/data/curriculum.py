@@ -1,4 +1,4 @@
-"""A curriculum: samples problems, or levels of problems, by an estimate of their solve rate."""
+"""A curriculum: samples problems, or parts such as levels, by estimates of their solve rates."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def encode_first_turn(
   """The tokens of a policy's first prompt, at least one token.
 
   Args:
-    problem: the problem, whose question is the prompt.
+    problem: the problem, whose messages or question are the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
     max_prompt_length: S, in tokens.
     first_messages: the messages with which the environment replaces the question, if it does.

@@ -3,11 +3,12 @@
 A pool starts a worker with its settings as the argument. The worker first writes {"ready": value of
 `Program.ready`} or {"error": text}. Requests name a session by its number: {"session", "request"},
 or {"session", "close"} for a session that is no longer needed. For a request the worker reports
-{"event": "running"} when the program's code starts, and at the end its "result": {"reply", "ends"},
-or {"failure": [kind, detail]}. A session that has ended is closed in a separate step, so that an
-error in its `close` cannot replace the result; then the worker reports "closed". When the code
-waits (`waiting`), the worker reports "waiting" with "limit_s", then "waited", then "running" again.
-While the code waits, other sessions run. {"event": "ask", "question"} asks the pool, which answers
+{"event": "running"} when the program's code starts, and {"event": "result"} at its end. The result
+has the fields "reply" and "ends" (whether the reply is the session's last), or the field "failure":
+[kind, detail]. A session that has ended is closed in a separate step, so that an error in its
+`close` cannot replace the result; then the worker reports "closed". When the code waits
+(`waiting`), the worker reports "waiting" with "limit_s", then "waited", then "running" again. While
+the code waits, other sessions run. {"event": "ask", "question"} asks the pool, which answers
 {"session", "answer"} or {"session", "error"}. The worker ends when its stdin does. It never loads
 jax.
 """
