@@ -101,8 +101,7 @@ def encode_demonstrations(
         f"a demonstration has {len(row)} tokens, stop token included, but max_response_length is "
         f"{max_response_length}: raise max_response_length in the config, or make demonstrations "
         "shorter through config.task.kwargs, such as `solution` or `settings`. The demonstration "
-        "begins "
-        f"{problem.solution[:80]!r}"
+        f"begins {problem.solution[:80]!r}"
       )
     tokens[i, : len(row)] = row
     mask[i, : len(row)] = by_policy

@@ -45,6 +45,5 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
       f"config.tokenizer = {name!r} and config.prompts = {dict(prompts)} give no tokenizer:"
-      f" {error}; the values of config.tokenizer are 'bytes', 'checkpoint', or the folder of a"
-      " tokenizer"
+      f" {error}; config.tokenizer must be 'bytes', 'checkpoint', or the folder of a tokenizer"
     ) from error

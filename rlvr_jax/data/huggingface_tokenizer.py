@@ -188,8 +188,8 @@ class HuggingFaceTokenizer:
       stop_strings: the stop strings that end a policy's turn.
     Raises:
       ValueError: a role is unknown, the template is not append-only, or a stop string is invalid.
-        A stop string that spells a special token is invalid, since decoded texts contain no special
-        tokens.
+        A stop string that spells a special token other than "<think>" and "</think>" is invalid:
+        decoded texts lack the token, so the string never matches.
     """
     for role in roles:
       check_reply_role(role)

@@ -47,8 +47,9 @@ def jsonl(
   line with a held-out question is trained on; differences in white space are ignored.
 
   Args:
-    train: file or folder of .jsonl, .jsonl.gz, .json, .json.gz or .parquet; a local path, or a URL
-      that fsspec supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
+    train: file or folder of .jsonl, .ndjson or .json, each also with .gz, or of .parquet; a local
+      path, or a URL that fsspec supports: gs://BUCKET/FILE (extra gcs),
+      hf://datasets/OWNER/NAME/FILE (extra hf).
     grader: spec of the grader, such as "mathematics" or "my_module:function(keyword=1)".
     held_out: file or folder of the held-out problems; "" to split them off `train`.
     held_out_size: number of held-out problems; 0 for all in `held_out`.

@@ -48,7 +48,8 @@ class ProblemSource(Protocol):
 class Task:
   """Problems for each phase.
 
-  Except in the task `guess`, no question of `held_out` is in `train` or `warm_start`.
+  No question of `held_out` is in `train` or `warm_start`, except in the task `guess`, which has a
+  single question.
   """
 
   name: str
