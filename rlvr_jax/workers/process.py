@@ -140,7 +140,10 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether a worker is ready, not full, and has fewer than `share` requests that do not wait."""
+    """Whether the worker should get one more request.
+
+    It should if it is ready, not full, and has fewer than `share` requests that do not wait.
+    """
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False

@@ -69,7 +69,7 @@ class Program(Protocol):
   ready: object
 
   def answer(self, session: int, request: Any) -> tuple[object, bool]:
-    """Answers a request; returns (JSON-serializable reply, whether the reply is the last one)."""
+    """Answers a request; returns (JSON-serializable reply, whether it is the session's last)."""
 
 
 # --- for code that runs in a worker ---------------------------------------------------------------
