@@ -85,7 +85,8 @@ MISTAKES = [
   (dict(task__kwargs__warm_start_size=0), r"no demonstrations; set the task's warm_start_size"),
   # names
   (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* 'reasoning_gym'\?"),
-  (dict(tokenizer="byte"), r"tokenizer = 'byte' is not 'bytes', .*byte is not a directory"),
+  (dict(tokenizer="byte"),
+   r"tokenizer = 'byte' and .* give no tokenizer: .*byte is not a directory"),
   (dict(tokenizer="checkpoint"), r"config\.model\.checkpoint is empty; set it to a folder"),
   (dict(prompts__format="chat"), r"prompts\.format = 'chat' needs a chat template"),
   (dict(prompts__too_long="cut"), r"too_long = 'cut' is unknown; choose one of \['drop'"),

@@ -1,4 +1,4 @@
-"""Problems, tokenizers, and batches of problems whose position can be restored."""
+"""Problems, tokenizers, and batches of problems; the position in the batches can be restored."""
 
 from rlvr_jax.data.batches import encode_demonstrations as encode_demonstrations
 from rlvr_jax.data.batches import encode_prompts as encode_prompts

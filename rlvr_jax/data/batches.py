@@ -1,4 +1,4 @@
-"""Batches of problems in a restorable order, and their token arrays."""
+"""Iterates over batches of problems from a restorable position, and encodes problems as arrays."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def encode_demonstrations(
       raise ValueError(
         f"a demonstration has {len(row)} tokens, stop token included, but max_response_length is "
         f"{max_response_length}: raise max_response_length in the config, or make demonstrations "
-        "shorter through config.task.kwargs, such as `solution` or `settings`. It begins "
-        f"{problem.solution[:80]!r}"
+        "shorter through config.task.kwargs, such as `solution` or `settings`. The demonstration "
+        f"begins {problem.solution[:80]!r}"
       )
     tokens[i, : len(row)] = row
     mask[i, : len(row)] = by_policy

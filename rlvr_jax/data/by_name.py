@@ -44,7 +44,6 @@ def make_tokenizer(name: str, prompts: Mapping[str, str], checkpoint: str) -> To
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
-      f"config.tokenizer = {name!r} is not 'bytes', and its folder cannot be used with"
-      f" config.prompts = {dict(prompts)}: {error}; allowed are 'bytes', 'checkpoint' or the folder"
-      " of a tokenizer"
+      f"config.tokenizer = {name!r} and config.prompts = {dict(prompts)} give no tokenizer:"
+      f" {error}; config.tokenizer must be 'bytes', 'checkpoint', or the folder of a tokenizer"
     ) from error

@@ -61,8 +61,9 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
   tokenizers = _import_tokenizers()
   if vocab_size % 8 or vocab_size < SMALLEST:
     raise ValueError(
-      f"vocab_size = {vocab_size} is not a multiple of 8 that is at least {SMALLEST} (256 bytes"
-      f" and {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
+      f"vocab_size = {vocab_size} is not a multiple of 8, or is below {SMALLEST} (256 bytes and"
+      f" {len(SPECIAL)} special tokens, rounded up to a multiple of 8); set it to"
+      f" {max(SMALLEST, -(-vocab_size // 8) * 8)}"
     )
   byte_level = tokenizers.pre_tokenizers.ByteLevel
   pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PIECES), "isolated")
@@ -120,12 +121,12 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
-  """Yields the texts of files, and of all files in folders, ordered by name.
+  """Yields the texts of files; for a folder, of all its files in the order of their names.
 
   Args:
     paths: local paths or URLs.
-    fields: fields whose texts are read from files of problems, which are read as in the task
-      `jsonl`. If empty, the files are UTF-8 text, and may be compressed (.gz).
+    fields: fields to read from files of problems, in the formats that the task `jsonl` reads. If
+      `fields` is empty, the files are UTF-8 text, and may be compressed (.gz).
   Raises:
     ValueError: a file is not UTF-8 text, or a problem lacks a text in one of the fields.
     OSError: a file does not exist or cannot be read.
@@ -148,7 +149,10 @@ def _read_blocks(path: str | os.PathLike[str]) -> Iterator[str]:
   system, name = locate(path)
   for file in sorted(system.find(name)) if system.isdir(name) else [name]:
     if file_format(file):
-      raise ValueError(f"{file} has problems: name the fields to read, such as --field question")
+      raise ValueError(
+        f"{file} is a file of problems, not of plain text: name the fields to read, such as"
+        " `--field question`"
+      )
     try:
       with system.open(file, "rt", encoding="utf-8", newline="", compression="infer") as text:
         while block := text.read(_BLOCK):
@@ -172,7 +176,7 @@ def _import_tokenizers() -> Any:
     import tokenizers
   except ImportError as error:
     raise ImportError(
-      'training a tokenizer needs tokenizers: pip install "rlvr_jax[hf]"'
+      'training a tokenizer needs the package tokenizers: pip install "rlvr_jax[hf]"'
     ) from error
   return tokenizers
 

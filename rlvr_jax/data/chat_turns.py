@@ -1,7 +1,7 @@
 """Learns and checks, per role, the text that a chat template writes between turns of a dialogue.
 
 A dialogue's tokens are appended, never encoded again. The result has the template's format only if
-the template is append-only: the tokens of a longer dialogue begin with the tokens of a shorter one.
+the template is append-only: another turn leaves the tokens of the earlier turns unchanged.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ChatTurns:
       tokenizer: the tokenizer of transformers, with a chat template.
       apply_template: the tokenizer's `apply_chat_template`, with errors that name the folder.
       control_tokens: a function of a text that the template writes; returns a pattern of all
-        control tokens, including those in the text.
+        control tokens, including the control tokens in this text.
       end_of_turn_id: the token that the template writes after an assistant's message; None if it
         writes no token there.
       name: the folder's name, for messages.
@@ -79,8 +79,8 @@ class ChatTurns:
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
     """Learns the template's texts around replies of a role, and checks dialogues with the role.
 
-    The dialogues combine the role with itself and with every known role, in both orders. For a
-    known role nothing is done.
+    A checked dialogue has two replies: two of this role, or one of this role and one of a known
+    role, in both orders. If the role is already known, the method does nothing.
 
     Args:
       role: the role of the replies, such as "user" or "tool".
@@ -204,5 +204,6 @@ class ChatTurns:
     raise ValueError(
       f"the chat template of {self._name} is not append-only with replies of role"
       f" {' and '.join(map(repr, dict.fromkeys(roles)))}: after {same} equal tokens the appended"
-      f" dialogue goes on with {shown[0]!r}, but the template's with {shown[1]!r}; {_REMEDY}"
+      f" dialogue goes on with {shown[0]!r}, but the dialogue that the template writes goes on with"
+      f" {shown[1]!r}; {_REMEDY}"
     )

@@ -1,4 +1,4 @@
-"""A curriculum: samples problems, or levels of problems, by an estimate of their solve rate."""
+"""A curriculum: samples problems, or parts such as levels, by estimates of their solve rates."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Makes a task that samples problems by their solve rate, by default most often near 1/2.
+  """Makes a task that samples problems by estimates of their solve rates.
+
+  By default, problems with an estimate near 1/2 are sampled most often.
 
   With by = "problem" a cell is one problem; with by = "part" a cell is all problems of a part, such
   as a level. Every cell has an estimate p of its solve rate, initially `first`. A group of rollouts
   with the solve rate s updates it: p ← p + rate·(s − p). A batch samples cells with probabilities
-  in proportion to max(w(p), floor). Problems do not repeat within a batch. A part's problems come
-  in a random order, each once until all have been read.
+  in proportion to max(w(p), floor), where `weight` chooses the function w. With by = "problem", no
+  problem repeats within a batch. With by = "part", a part's problems come in a random order, each
+  once until all have been read, then in another order.
 
   Estimates are updated when sampling moves on to the next policy, so that all batches for a policy
   are drawn from the same estimates. The estimates are saved with every checkpoint, so a resumed run
-  is bit-exact. Under `asynchronous` the clock decides which policy samples a batch, so two such
-  runs may differ.
+  is bit-exact. In asynchronous runs, timing decides which policy samples a batch, so two
+  asynchronous runs may differ.
 
   Args:
     parts: one or more parts, as for `mixture`.
@@ -69,8 +72,9 @@ def curriculum(
   task, train = join_parts("curriculum", parts)
   if by == "problem" and len(task.train) > _MAX_PROBLEMS:
     raise ValueError(
-      f"the parts have {len(task.train)} problems, but by = 'problem' estimates the solve rate of"
-      f" each, for at most {_MAX_PROBLEMS}; set by = 'part', or lower train_size"
+      f"the parts have {len(task.train)} problems, but by = 'problem' allows at most"
+      f" {_MAX_PROBLEMS}, since every problem has an estimate of its solve rate; set by = 'part',"
+      " or lower train_size"
     )
   settings = Settings(by, weight, rate, first, floor, seed)
   return dataclasses.replace(task, train=Curriculum(dict(zip(parts, train, strict=True)), settings))
@@ -102,7 +106,7 @@ class Curriculum(Concatenated):
     return Curriculum(parts, self.settings)
 
   def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
-    """The curriculum of the problems that meet a condition; parts without them are dropped."""
+    """The curriculum of the problems that meet a condition; drops parts without such problems."""
     parts = {label: Chosen.where(condition, source) for label, source in self.parts.items()}
     return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
 
@@ -114,7 +118,7 @@ class CurriculumDraws:
     """Initializes the draws; arguments as in `problem_batches`.
 
     Raises:
-      ValueError: there are fewer problems than a batch takes.
+      ValueError: `by` is "problem", and there are fewer problems than a batch takes.
     """
     self._source, self._batch_size, self._seed = source, batch_size, seed
     self._settings = source.settings
@@ -122,7 +126,7 @@ class CurriculumDraws:
     cells = len(source.parts) if self._by_part else len(source)
     if not self._by_part and cells < batch_size:
       raise ValueError(
-        f"a batch takes {batch_size} problems, each once, but the curriculum has {cells}; lower"
+        f"a batch takes {batch_size} different problems, but the curriculum has only {cells}; lower"
         " config.batch.prompts, or set config.task.kwargs.by = 'part'"
       )
     seeds = [(part, order_seed(self._settings.seed, label)) for label, part in source.parts.items()]

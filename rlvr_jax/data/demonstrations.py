@@ -56,7 +56,10 @@ def letter_counting(entry: Entry) -> str:
 
 
 def number_sorting(entry: Entry) -> str:
-  """Writes a selection sort; a line has a number, then the remaining numbers in input order."""
+  """Writes a selection sort.
+
+  A line has the next number of the sorted order, then the remaining numbers in input order.
+  """
   remaining = list(entry["metadata"]["original_numbers"])
   steps = []
   for number in entry["metadata"]["sorted_numbers"]:

@@ -12,7 +12,11 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """The interface of draws of problems, with a restorable state; draws may adapt to solve rates."""
+  """The interface of a run's batches of problems; a draw is one batch.
+
+  The state can be restored. The problems of later draws may depend on the solve rates of earlier
+  draws.
+  """
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """Returns the problems of draw number `draw`, for a policy after `version` updates."""

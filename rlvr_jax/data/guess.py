@@ -20,15 +20,15 @@ def guess(
   held_out_size: int = 256,
   warm_start_seed: int = 2,
 ) -> Task:
-  """Makes a task of one question, whose number the environment `guess` draws.
+  """Makes a task of one question, which asks for a number that the environment `guess` draws.
 
-  All problems have the same question, also held-out ones: a policy learns how to search.
-  A demonstration is a dialogue whose guesses are drawn at random. So it shows the form of a
-  dialogue, but no strategy.
+  All problems, including the held-out problems, have the same question: a policy learns how to
+  search. A demonstration is a dialogue whose guesses are drawn at random. So it shows the form of
+  a dialogue, but no strategy.
 
   Args:
     low, high: as for the environment; 0 ≤ low ≤ high.
-    turns: ≥ 1, the most guesses of a demonstration, which ends at a right guess.
+    turns: ≥ 1, the most guesses of a demonstration; a right guess ends the demonstration earlier.
     train_size, warm_start_size, held_out_size: problems of each phase.
     warm_start_seed: seed by which the demonstrations are drawn.
   Raises:
@@ -89,8 +89,8 @@ def optimal_success(low: int, high: int, turns: int) -> float:
 def optimal_turns(low: int, high: int, turns: int) -> float:
   """The expected number of guesses of the best strategy, at most `turns` in each dialogue.
 
-  This number is Σ over t < turns of the probability that t guesses have not found the number.
-  Halving the range minimizes every term.
+  The expectation is Σ over t < turns of the probability that t guesses have not found the number
+  to guess. Halving the range minimizes every term.
 
   Args:
     low: smallest number.

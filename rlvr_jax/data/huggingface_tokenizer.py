@@ -45,17 +45,19 @@ class HuggingFaceTokenizer:
   Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells a control
   token, such as "<|im_end|>", is encoded as plain text, so that a problem cannot end its turn or
-  begin another turn. All other added tokens are encoded as single tokens in every text. They
-  include the "<think>" and "</think>" of many models, unless marked special, even if the template
-  writes these too.
+  begin another turn. All other added tokens are encoded as single tokens in every text. The
+  added tokens "<think>" and "</think>" of many models are control tokens only if they are marked
+  special, even if the template writes them around messages.
 
   `stop_ids` are the id of the tokenizer's end-of-text token and the ids in generation_config.json.
-  In the chat format the first of them is the template's end-of-turn token, since demonstrations end
-  with the first. In base models the end-of-turn token is often not the end-of-text token.
+  In the chat format the template's end-of-turn token comes first, since a turn of a demonstration
+  ends with the first of `stop_ids`. In base models the end-of-turn token is often not the
+  end-of-text token.
 
-  Dialogues need an append-only template: the tokens of a longer dialogue begin with the tokens of a
-  shorter dialogue. `check_turns` checks this; without it, the first `encode_reply` does. If the
-  template trims messages, replies are trimmed; the policy's tokens stay unchanged.
+  Dialogues need an append-only template: another turn leaves the tokens of the earlier turns
+  unchanged. `check_turns` checks this. Without a call of `check_turns`, the first `encode_reply`
+  with a role checks it for the role. If the template trims messages, replies are trimmed; the
+  policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -96,9 +98,9 @@ class HuggingFaceTokenizer:
     self._chat = prompt_format == "chat"
     if not self._chat and (system_prompt or chat_template or tools):
       raise ValueError(
-        f"config.prompts.system = {system_prompt!r}, template = {os.fspath(chat_template)!r} and"
-        f" tools = {os.fspath(tools)!r} belong to the chat format, but config.prompts.format is"
-        f" {prompt_format!r}; leave them empty, or set format to 'chat'"
+        f"config.prompts.format = {prompt_format!r} allows no system prompt, template or tools, but"
+        f" config.prompts.system = {system_prompt!r}, template = {os.fspath(chat_template)!r} and"
+        f" tools = {os.fspath(tools)!r}; set all three to '', or set format to 'chat'"
       )
     self._directory = os.fspath(directory)
     self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -122,8 +124,9 @@ class HuggingFaceTokenizer:
     self._turns: ChatTurns | None = None
     if self.encode_prompt("1")[-1:] == [self._tokenizer.eos_token_id]:
       raise ValueError(
-        f"the tokenizer of {self._directory} ends every prompt with its end of text,"
-        f" {self._tokenizer.eos_token!r}: remove that from the post_processor in tokenizer.json"
+        f"the tokenizer of {self._directory} ends every prompt with its end-of-text token,"
+        f" {self._tokenizer.eos_token!r}: remove this token from the post_processor in"
+        " tokenizer.json"
       )
 
   def encode(self, text: str) -> list[int]:
@@ -144,8 +147,8 @@ class HuggingFaceTokenizer:
     `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
 
     Raises:
-      ValueError: the messages are invalid, begin with a second system prompt, or the chat template
-        rejects them.
+      ValueError: the messages are invalid, they begin with a system message although there is a
+        `system_prompt`, or the chat template rejects them.
     """
     check_messages(messages)
     if self._system and messages[0]["role"] == "system":
@@ -184,8 +187,9 @@ class HuggingFaceTokenizer:
         order.
       stop_strings: the stop strings that end a policy's turn.
     Raises:
-      ValueError: a role is unknown, the template is not append-only, or a stop string spells a
-        special token. Decoded texts lack it, so the string never matches.
+      ValueError: a role is unknown, the template is not append-only, or a stop string is invalid.
+        A stop string that spells a special token other than "<think>" and "</think>" is invalid:
+        decoded texts lack the token, so the string never matches.
     """
     for role in roles:
       check_reply_role(role)
@@ -196,9 +200,10 @@ class HuggingFaceTokenizer:
       for match in self._control.finditer(stop):
         if match.group() not in _THOUGHTS:
           raise ValueError(
-            f"the stop string {stop!r} spells the special token {match.group()!r}, which is not in"
-            f" decoded texts: add {self._tokenizer.convert_tokens_to_ids(match.group())} to"
-            f" eos_token_id in generation_config.json of {self._directory} instead"
+            f"the stop string {stop!r} spells the special token {match.group()!r}, which decoded"
+            " texts do not contain: instead, add the token's id,"
+            f" {self._tokenizer.convert_tokens_to_ids(match.group())}, to eos_token_id in"
+            f" generation_config.json of {self._directory}"
           )
 
   def _encode_prompt(self, text: str, messages: list[dict[str, str]]) -> list[int]:
@@ -225,7 +230,8 @@ class HuggingFaceTokenizer:
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
     """Decodes ids, for graders and readers; a leading space is kept.
 
-    Ids without a token are dropped, and so are special tokens, except the tokens around a thought.
+    Ids without a token are dropped. Unless `with_special`, special tokens are dropped too, except
+    the tokens around a thought.
     """
     # A model's vocabulary may be larger than the tokenizer's.
     silent = () if with_special else self._silent
@@ -278,7 +284,7 @@ class HuggingFaceTokenizer:
     )
     if first == second:
       raise ValueError(
-        f"the chat template of {self._directory} omits the user's message: {first!r}; set"
+        f"the chat template of {self._directory} omits the user's message: it writes {first!r}; set"
         " config.prompts.template to a file with another template"
       )
     if "strftime_now" in str(self._tokenizer.chat_template):
@@ -297,8 +303,8 @@ class HuggingFaceTokenizer:
     if self._apply_template(self._messages("1"), tokenize=False) == without:
       raise ValueError(
         f"the chat template of {self._directory} shows no tools, but config.prompts.tools ="
-        f" {os.fspath(path)!r}: set tools = '' and say in config.prompts.system how they are"
-        " called, or set config.prompts.template to a file with another template"
+        f" {os.fspath(path)!r}: set config.prompts.tools = '' and say in config.prompts.system how"
+        " to call the tools, or set config.prompts.template to a file with another template"
       )
 
   def _messages(self, text: str) -> list[dict[str, str]]:
@@ -334,8 +340,8 @@ class HuggingFaceTokenizer:
     if unknown:
       raise ValueError(
         f"{self._directory}: eos_token_id of generation_config.json has {unknown}, which the"
-        f" tokenizer lacks (its largest id is {self.vocab_size - 1}); correct that file or"
-        " tokenizer.json"
+        f" tokenizer lacks (its largest id is {self.vocab_size - 1}); correct"
+        " generation_config.json or tokenizer.json"
       )
 
   def _template_tokens(self) -> list[str]:
@@ -389,8 +395,9 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
       filesystem.get_file(f"{source}/{name}", str(folder / name))
     if not (folder / "tokenizer.json").exists():
       raise ValueError(
-        f"{directory} has no tokenizer.json; if it has a sentencepiece model or a vocabulary in"
-        " other files, load and save it with a fast tokenizer of transformers first"
+        f"{directory} has no tokenizer.json; if the folder has a sentencepiece model or a"
+        " vocabulary in other files, first load the folder with a fast tokenizer of transformers"
+        " and save that tokenizer"
       )
     try:
       # This class uses tokenizer.json unchanged. AutoTokenizer chooses a class by name, which
@@ -446,8 +453,8 @@ def _read_tools(path: str | os.PathLike[str]) -> list[Any]:
     function = tool.get("function") if is_list and isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
       raise ValueError(
-        f"tools = {os.fspath(path)!r} has {json.dumps(tool)[:100]}; the file must be a JSON"
-        ' list of schemas, [{"type": "function", "function": {"name": …, "description": …,'
+        f"tools = {os.fspath(path)!r}: the file contains {json.dumps(tool)[:100]}, but must be a"
+        ' JSON list of schemas, [{"type": "function", "function": {"name": …, "description": …,'
         ' "parameters": {…}}}]'
       )
   return tools

@@ -42,21 +42,23 @@ def jsonl(
 ) -> Task:
   """Makes a task from a user's own files; a problem's reference has all fields of its line.
 
-  Held-out problems come from a separate file, or are split off `train`: the problems whose
-  questions have the smallest hashes, so that the order in the file does not matter. No line with a
-  held-out question is trained on; differences in white space are ignored.
+  Held-out problems come from a separate file, or are split off `train`. The problems whose
+  questions have the smallest hashes are split off, so the order in the file does not matter. No
+  line with a held-out question is trained on; differences in white space are ignored.
 
   Args:
-    train: file or folder of .jsonl, .json or .parquet, .gz included; a local path, or a URL that
-      fsspec supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
+    train: file or folder of .jsonl, .ndjson or .json, each also with .gz, or of .parquet; a local
+      path, or a URL that fsspec supports: gs://BUCKET/FILE (extra gcs),
+      hf://datasets/OWNER/NAME/FILE (extra hf).
     grader: spec of the grader, such as "mathematics" or "my_module:function(keyword=1)".
     held_out: file or folder of the held-out problems; "" to split them off `train`.
     held_out_size: number of held-out problems; 0 for all in `held_out`.
     split_seed: seed of the choice of held-out problems.
     warm_start_size: number of demonstrations, made of the first lines of `train` that are not held
       out; needs `solution`. The other lines that are not held out are trained on.
-    prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If it
-      is one field with a list of messages, {"role": …, "content": …}, these are the prompt.
+    prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If the
+      template is a single field with a list of messages, {"role": …, "content": …}, the messages
+      are the prompt.
     answer: field that becomes the reference's "answer"; "" if the grader needs none.
     solution: template of a demonstration over the fields of a line; "" for none. In `prompt`,
       `answer` and `solution`, a dot names a nested field: "reward_model.ground_truth".
@@ -121,7 +123,7 @@ def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
   messages = _read_messages(row, prompt)
   question = join_messages(messages) if messages else _fill_from_row(row, "prompt", prompt)
   if not row.check_text("the prompt", question).strip():
-    raise row.error(f"has an empty prompt ({prompt!r})")
+    raise row.error(f"has an empty prompt; the template is prompt = {prompt!r}")
   return Problem(
     question=question,
     answer=text,
@@ -144,7 +146,7 @@ def _read_messages(row: Row, prompt: str) -> tuple[Mapping[str, str], ...]:
   try:
     check_messages(value)
   except ValueError as error:
-    raise row.error(f"does not fit: prompt is {prompt!r}, and {error}") from error
+    raise row.error(f"does not fit prompt = {prompt!r}: {error}") from error
   return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 

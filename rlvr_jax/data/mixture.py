@@ -32,7 +32,7 @@ def mixture(
 
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
-    weights: label → relative frequency, > 0; each is rounded by at most 1 % of the smallest.
+    weights: label → relative frequency, > 0; rounded by at most 1 % of the smallest weight.
     size: problems in an epoch of training; 0: about the fewest that read every part at least once.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
@@ -40,7 +40,10 @@ def mixture(
       not a task or has no problem left to train on, or the factory of a part raises ValueError.
   """
   if not parts or set(parts) != set(weights):
-    raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
+    raise ValueError(
+      "parts and weights need the same labels, at least one, but weights has the labels"
+      f" {sorted(weights)}, and parts has the labels {sorted(parts)}"
+    )
   for label, weight in weights.items():
     check_between("mixture", f"weights[{label!r}]", weight, low=0.0, open_low=True)
   check_integer("mixture", "size", size, low=0)

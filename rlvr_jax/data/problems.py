@@ -46,7 +46,11 @@ class ProblemSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """Problems for each phase. No question of `held_out` is in `train` or `warm_start`."""
+  """Problems for each phase.
+
+  No question of `held_out` is in `train` or `warm_start`, except in the task `guess`, which has a
+  single question.
+  """
 
   name: str
   train: ProblemSource

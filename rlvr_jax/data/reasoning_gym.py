@@ -43,9 +43,10 @@ def reasoning_gym(
 ) -> Task:
   """Makes a task from one reasoning-gym dataset, whose problems are generated on access.
 
-  The dataset generates problem i of seed s with a generator seeded with s + i. A problem whose
-  prompt is held out is replaced by problem i + size, i + 2·size, ... of the same seed. All held-out
-  prompts differ, and so do all warm-start prompts.
+  The dataset generates problem i of seed s with a generator seeded with s + i. If the prompt of
+  problem i is held out, another problem of the same seed replaces problem i: the first of the
+  problems i + size, i + 2·size, ... whose prompt is not held out. All held-out prompts differ, and
+  so do all warm-start prompts.
 
   Args:
     dataset: name, such as "chain_sum".
@@ -157,7 +158,7 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
     if name not in fields:
       raise ValueError(
         f"reasoning_gym dataset {dataset!r} has no setting {name!r}; similar names: "
-        f"{_similar_names(name, fields)}; all: {sorted(fields)}"
+        f"{_similar_names(name, fields)}; all settings: {sorted(fields)}"
       )
 
 

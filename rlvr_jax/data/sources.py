@@ -105,7 +105,10 @@ class Chosen(_Indexed):
 
 
 class Candidates:
-  """Problems from one seed; candidates i + k·size replace candidate i if its question is taken."""
+  """Problems from one seed, with replacements for problems whose questions are taken.
+
+  The replacements of candidate i are the candidates i + size, i + 2·size, and so on.
+  """
 
   def __init__(self, generate: Callable[[int], Problem], size: int, what: str):
     """Initializes the candidates.

@@ -27,9 +27,9 @@ def steps(
   """Makes a task of sums, whose terms are digits or products of two digits, in worked steps.
 
   "3+4*5+6=" is worked out as "4*5=20", "3+20=23", "23+6=29", "#### 29". Some steps of
-  demonstrations are wrong, and later steps continue from the wrong result: a policy that imitates
-  them is sometimes right, and can learn to solve every problem. Only the number after "####" is
-  graded.
+  demonstrations are wrong, and later steps continue from the wrong result. So a policy that
+  imitates demonstrations is only sometimes right, and can learn to solve every problem. Only the
+  number after "####" is graded.
 
   Args:
     terms: number of terms in a sum, ≥ 2.

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a policy's turn, searched for between bursts of decoding."""
+"""Stop strings end a policy's turn; the sampler searches for them between bursts of decoding."""
 
 from __future__ import annotations
 

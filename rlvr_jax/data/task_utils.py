@@ -74,7 +74,7 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
   except (ValueError, IndexError, AttributeError, TypeError) as error:
     raise ValueError(
       f"{what} is {template!r}, a template that cannot be filled in ({type(error).__name__}:"
-      f" {error}); its fields may be {sorted(fields)}"
+      f" {error}); allowed fields are {sorted(fields)}"
     ) from error
 
 
@@ -82,8 +82,7 @@ def check_available(owner: str, name: str, size: int, available: int) -> None:
   """Raises ValueError unless `size` problems can be taken from `available` problems."""
   if size > available:
     raise ValueError(
-      f"{owner}: {name} = {size}, but there are only {available} problems to take it from;"
-      f" lower {name}"
+      f"{owner}: {name} = {size}, but only {available} problems are available; lower {name}"
     )
 
 

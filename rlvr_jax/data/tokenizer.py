@@ -91,7 +91,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     known = fields.keys() == {"role", "content"} and fields["role"] in PROMPT_ROLES
     if not known or not isinstance(fields["content"], str):
       raise ValueError(
-        f"a prompt's message is {str(message)[:120]}; a message is"
+        f"a prompt's message is {str(message)[:120]}; a message must be"
         f' {{"role": one of {list(PROMPT_ROLES)}, "content": a text}}'
       )
   if not messages:
@@ -112,7 +112,10 @@ def check_reply_role(role: str) -> None:
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
   """Raises ValueError unless `stop_strings` are texts that can be found: not empty, no U+FFFD."""
   if isinstance(stop_strings, str):
-    raise ValueError(f"stop strings are {stop_strings!r}; give a sequence: ({stop_strings!r},)")
+    raise ValueError(
+      f"the stop strings are one text, {stop_strings!r}; give a sequence of texts:"
+      f" ({stop_strings!r},)"
+    )
   for stop in stop_strings:
     if not isinstance(stop, str) or not stop or "\ufffd" in stop:
       raise ValueError(
@@ -233,7 +236,7 @@ def encode_first_turn(
   """The tokens of a policy's first prompt, at least one token.
 
   Args:
-    problem: the problem, whose question is the prompt.
+    problem: the problem, whose messages or question are the prompt.
     tokenizer: `encode_prompt` and `encode_messages` are used.
     max_prompt_length: S, in tokens.
     first_messages: the messages with which the environment replaces the question, if it does.
@@ -267,8 +270,8 @@ def check_prompt(
     raise PromptError(f"{owner}a prompt is empty: give the task a prompt template with some text")
   if length > max_prompt_length:
     leave_out = (
-      "leave such problems out with config.prompts.too_long = 'drop' (held-out ones too:"
-      " 'drop_everywhere')"
+      "set config.prompts.too_long = 'drop' to leave out such training problems"
+      " ('drop_everywhere' also leaves out such held-out problems)"
     )
     if begins:  # they depend on a seed, too
       leave_out = "shorten the first messages of the environment's reset"

@@ -34,10 +34,11 @@ def tour(
   """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
-  and "=". The response is the cells after the start, each a neighbor (above, below, left or right)
-  of the previous cell, and ends on the last goal. Any such walk is right if it has at most `slack`
-  times the cells of a shortest walk; white space is ignored. Demonstrations have one line per goal,
-  make detours, and may exceed the limit.
+  and "=". The response is the cells after the start. Each cell is a neighbor (above, below, left or
+  right) of the previous cell, and the last cell is the last goal. Any walk that enters no wall and
+  visits the goals in order is right if it has at most `longest` cells, and at most `slack` times
+  the cells of a shortest walk. White space is ignored. Demonstrations have one line per goal, make
+  detours, and may exceed the limit of `slack`.
 
   Args:
     width: width of the grid in cells, 3 … 8.
@@ -49,7 +50,7 @@ def tour(
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
       `make_seeded_task` and `make_task`.
   Raises:
-    ValueError: an argument is out of range, or no problem satisfies them.
+    ValueError: an argument is out of range, or no drawn problem satisfies the arguments.
   """
   check_integer("tour", "width", width, low=3, high=8)
   check_integer("tour", "goals", goals, low=1)

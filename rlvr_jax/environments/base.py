@@ -21,7 +21,8 @@ outside of the environment's object. All rollouts of a problem have the same see
 a thread, so it cannot set signal handlers.
 
 Replies have the role "user", unless the class says `roles = ("tool",)`. An environment with open
-resources, such as a connection, may have `close()`, called when its dialogue has ended.
+resources, such as a connection, may have a method `close()`, which is called when the dialogue has
+ended.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Turn(NamedTuple):
 
 
 class Refused(Stopped):
-  """Raised by `step` to refuse the policy's text; this outcome has a reward and is not a fault."""
+  """Raised by `step` to refuse the policy's text; this outcome has a reward.
+
+  The outcome is not a fault of the environment.
+  """
 
   kind = "refused"
 
@@ -74,8 +78,8 @@ class Refused(Stopped):
 class TimedOut(Stopped):
   """Raised by `step` if the policy's text causes too much work; this outcome has a reward.
 
-  The outcome is not a fault. An environment may raise this error at a limit of its own, which is
-  reached before the pool's limit; at the pool's limit the process is killed.
+  The outcome is not a fault of the environment. An environment may have a limit of its own, below
+  the pool's limit, and raise this error there. At the pool's limit the process is killed.
   """
 
   kind = "timeout"
@@ -103,7 +107,8 @@ def declared_roles(environment: Environment) -> list[str]:
   roles = getattr(environment, "roles", ROLES[:1])
   if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
     raise ValueError(
-      f"{type(environment).__name__} has roles = {roles!r:.100}, expected some of {ROLES}"
+      f"{type(environment).__name__} has roles = {roles!r:.100}, expected a sequence of roles from"
+      f" {ROLES}, such as ('tool',)"
     )
   return list(roles)
 
@@ -163,7 +168,7 @@ def check_messages(messages: Any) -> list[dict[str, str]] | None:
     is_message = isinstance(message, Mapping) and message.keys() == {"role", "content"}
     if not is_message or message["role"] not in ("system", "user"):
       raise TypeError(
-        f"reset returned the message {message!r:.100}, expected role 'system' or 'user' and"
+        f"reset returned the message {message!r:.100}, expected a role, 'system' or 'user', and"
         f" content, as {example}"
       )
   return [

@@ -55,7 +55,7 @@ class Environments:
     self.ready = base.declared_roles(self._make(refuse if has_grade else None))
 
   def answer(self, session: int, request: Any) -> tuple[Any, bool]:
-    """Resets a dialogue's environment or calls its step: (reply, whether the reply is the last)."""
+    """Calls an environment's `reset` or `step`; returns (reply, whether this is the last reply)."""
     if "problem" in request:
       grade = None if self._ask is None else functools.partial(_grade, self._ask, session)
       environment = self._environments[session] = self._make(grade)

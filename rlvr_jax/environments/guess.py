@@ -65,7 +65,7 @@ def guess(
   words = (higher, lower, invalid)
   if not all(isinstance(word, str) for word in words) or len(set(words)) < 3:
     raise ValueError(
-      f"guess: higher, lower and invalid = {words!r} are not three texts; make them texts that"
-      " differ"
+      f"guess: higher, lower and invalid = {words!r} are not three different texts; set them to"
+      " three different texts"
     )
   return _Guess(low, high, words)

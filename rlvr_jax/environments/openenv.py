@@ -297,12 +297,12 @@ class _OpenEnv:
         data[name.rpartition(".")[2]] = _find(fields, name)
       except ServerError:
         raise ValueError(
-          f"openenv: reset has {name!r}, but the problem has only {sorted(fields)}"
+          f"openenv: reset names the field {name!r}, but the problem has only {sorted(fields)}"
         ) from None
     try:
       answer = self._wait(self._session.begin(data))
     except TimeoutError:
-      reason = self._session.refusal or "no answer to its reset"
+      reason = self._session.refusal or "the server did not answer the reset"
       raise ServerError(
         f"{self._options.url}: no session within {self._options.deadline_s:g} s: {reason}"
       ) from None
@@ -365,7 +365,7 @@ def _action_schema(url: str, limit_s: float) -> Mapping[str, Any]:
         raise ServerError(f"GET {url}/schema has the status {response.status}")
       return json.loads(await response.content.read(MAX_MESSAGE))
 
-  rule = "start the server, or give url as its start prints it, such as http://127.0.0.1:8000"
+  rule = "start the server, or set url to the address that it prints, such as http://127.0.0.1:8000"
   try:
     schema = _run(fetch(), limit_s)
   except TimeoutError:
@@ -415,8 +415,8 @@ def openenv(
   Each dialogue has its own session. The server's `max_concurrent_envs` must be at least the number
   of simultaneous dialogues; a dialogue that gets no session tries again until the deadline.
 
-  A run repeats bit for bit if the server's replies depend only on the seed, which the server gets,
-  on `reset` and on the actions. The server's answers have these meanings:
+  A run repeats bit for bit if the server's replies depend only on the seed, the fields of `reset`
+  and the actions. The server gets the seed at each reset. The server's answers have these meanings:
 
   * an observation is a reply or, with `done`, the end of the dialogue. The score comes from the
     rewards; if there were no rewards, the task's grader gives the score.
@@ -438,10 +438,10 @@ def openenv(
       ("index",). A field is "question", "answer", or a field of the reference; "extra.index" is a
       field within "extra".
     pattern: regular expression for the part of the policy's turn that the action gets: the first
-      group of the last match or, without groups, the whole match. "": the complete turn.
+      group of the last match or, without groups, the whole last match. "": the complete turn.
     score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
-    deadline_s: limit of the run for a reset or step, seconds.
+    deadline_s: limit of a reset or step, seconds; set by the run.
   Raises:
     ValueError: a hyper-parameter is invalid, the server does not answer, or `action` does not have
       the fields of the server's actions.

@@ -133,12 +133,12 @@ def python(
   With `config.prompts.tools = "python"` the chat template tells the policy how to write a call. A
   call that cannot be read gets a reply that says so, unless the turn has a fenced program.
 
-  The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of generated programs and
-  the standard library only; its standard input is empty. The reply is the program's standard
-  output, then the end of its standard error, which has the traceback. If the program exceeded its
-  time or memory, the reply says only that. If it broke its sandbox, the environment raises
-  `Refused`, which ends the dialogue. Text without a program ends the dialogue, and the task's
-  grader judges it.
+  The program runs in the sandbox of `rlvr_jax.codejudge`, with the limits of that sandbox. The
+  program can import only the standard library, and its standard input is empty. The reply is the
+  program's standard output, then the end of its standard error, which has the traceback. If the
+  program exceeded its time or memory, the reply says only that. If the program broke its
+  sandbox, the environment raises `Refused`, which ends the dialogue. A turn without a program ends
+  the dialogue, which the task's grader then judges.
 
   With `state`, the dialogue's earlier programs that ended without an error run again before each
   program. They run in the program's namespace, and their output is dropped. So the earlier
@@ -149,9 +149,10 @@ def python(
   up to 3 programs that have slept may be unfinished beside the running program.
 
   Args:
-    limit_s: processor time of a program, seconds, in (0, 120]; the time that the program sleeps has
-      the same limit, counted separately.
-    memory_mib: memory of a program, MiB, ≥ 64. A smaller `memory_mib` of the pool takes precedence.
+    limit_s: limit of a program's processor time, seconds, in (0, 120]. The time that the program
+      sleeps has a separate limit of the same length.
+    memory_mib: limit of a program's memory, MiB, ≥ 64. A smaller `memory_mib` of the pool takes
+      precedence.
     max_output: the most characters of standard output in a reply, ≥ 1.
     state: whether programs see the variables of the dialogue's earlier programs.
   Raises:

@@ -1,7 +1,8 @@
-"""A pool of worker processes: starts, limits and replaces workers; a message is a line of JSON.
+"""A pool of worker processes: starts, limits and replaces workers.
 
-The workers run a program: graders (`rewards.grading`) or environments (`environments.dialogues`). A
-grader is an environment of one turn.
+Pool and workers exchange messages, which are lines of JSON. The workers run a program: graders
+(`rewards.grading`) or environments (`environments.dialogues`). A grader is an environment of one
+turn.
 """
 
 __all__ = [

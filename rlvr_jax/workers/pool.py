@@ -131,7 +131,7 @@ class _Crew:
     is_short = problem.startswith(("MemoryError", DIED)) or "failed to map segment" in problem
     if memory_mib is not None and is_short:
       problem += (
-        f" (its address space may have {memory_mib} MiB; if that is too little, raise"
+        f" (its address space is limited to {memory_mib} MiB; if that is too little, raise"
         f" {self.service.memory_field})"
       )
     return f"{self.service.name} did not start: {problem}"
@@ -171,16 +171,16 @@ class _Bell:
 
 
 class Pool:
-  """Answers requests in separate processes, each under a limit of wall-clock time.
+  """Answers requests in worker processes; each request has a limit of wall-clock time.
 
   Any thread may call the methods. The constructor waits until all workers are ready; no other
   method waits for a worker's code. A reply depends only on the requests of its session.
 
-  A worker has many sessions and runs one at a time. If a request exceeds the limit, its worker and
-  all processes that it has started are killed, and another worker replaces it; the request's result
-  is a `Failure`. The result is also a `Failure` if the code raises an exception or ends the worker.
-  A failure ends the session. The other sessions of the same worker are repeated in other workers
-  and continue there.
+  A worker has many sessions and runs one at a time. If a request exceeds the limit, the pool kills
+  the request's worker and all processes that this worker has started; another worker replaces it.
+  The request's result is then a `Failure`. The result is also a `Failure` if the code raises an
+  exception or ends the worker. A failure ends the session. If the worker has ended, its other
+  sessions are repeated in other workers and continue there.
 
   Workers end when this process ends. If a replacement cannot be started, the pool ends, and all
   futures get the error.
@@ -215,7 +215,7 @@ class Pool:
     return self._ready.result(0)
 
   def num_unanswered(self) -> int:
-    """Number of sessions that wait for a worker or run in a worker."""
+    """Number of sessions that wait for a worker or are in a worker."""
     with self._lock:
       return len(self._queue) + sum(len(worker.sessions) for worker in self._crew.workers)
 
@@ -487,7 +487,7 @@ class Pool:
 
 
 class PoolOwner:
-  """The base of graders and environments: it owns a pool and closes it."""
+  """The base class of `GraderPool` and `EnvironmentPool`: it owns a pool and closes it."""
 
   _pool: Pool
 

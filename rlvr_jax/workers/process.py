@@ -92,8 +92,8 @@ class _Child(NamedTuple):
 class WorkerProcess:
   """One worker, used by one thread at a time.
 
-  Of the methods only `kill` waits: for the end of the process. Workers are new interpreters, never
-  forks, and each leads its own OS session (setsid).
+  Of the methods only `kill` and its callers wait, for the end of the process. Workers are new
+  interpreters, never forks, and each leads its own OS session (setsid).
 
   Attributes:
     sessions: the sessions in this worker, by number.
@@ -140,7 +140,10 @@ class WorkerProcess:
     return self._child.process.poll() is None
 
   def has_room(self, share: int) -> bool:
-    """Whether the worker should get one more request; waiting requests do not count in `share`."""
+    """Whether the worker should get one more request.
+
+    It should if it is ready, not full, and has fewer than `share` requests that do not wait.
+    """
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
       return False
@@ -342,9 +345,9 @@ class Session:
     if self._position <= len(self._past):
       if digest != self._past[self._position - 1].digest:
         raise ValueError(
-          "it is not deterministic: its process had ended, and the reply to turn"
-          f" {self._position - 1} differed when it was repeated; let replies depend on problem,"
-          " seed and texts only"
+          "it is not deterministic: its process had ended, another process repeated the dialogue,"
+          f" and the reply to turn {self._position - 1} differed; let replies depend only on"
+          " problem, seed and texts"
         )
       return None
     pending, self.pending = self.pending, None
@@ -433,6 +436,7 @@ def check_variables(variables: Mapping[str, str], name: str) -> None:
     are_texts = isinstance(key, str) and isinstance(value, str)
     if not are_texts or not key or "=" in key or "\0" in key + value:
       raise ValueError(
-        f"{name} has {key!r}: {value!r}, expected a name without '=' and a text, such as "
+        f"{name} has {key!r}: {value!r}; a name must be a text that is not empty and has no '=', a "
+        "value must be a text, and neither may have a NUL character; write, for example, "
         "{'NAME': '1'}"
       )

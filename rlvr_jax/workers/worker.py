@@ -3,11 +3,12 @@
 A pool starts a worker with its settings as the argument. The worker first writes {"ready": value of
 `Program.ready`} or {"error": text}. Requests name a session by its number: {"session", "request"},
 or {"session", "close"} for a session that is no longer needed. For a request the worker reports
-{"event": "running"} when the program's code starts, and at the end its "result": {"reply", "ends"},
-or {"failure": [kind, detail]}. A session that has ended is closed in a separate step, so that an
-error in its `close` cannot replace the result; then the worker reports "closed". When the code
-waits (`waiting`), the worker reports "waiting" with "limit_s", then "waited", then "running" again,
-and other sessions run meanwhile. {"event": "ask", "question"} asks the pool, which answers
+{"event": "running"} when the program's code starts, and {"event": "result"} at its end. The result
+has the fields "reply" and "ends" (whether the reply is the session's last), or the field "failure":
+[kind, detail]. A session that has ended is closed in a separate step, so that an error in its
+`close` cannot replace the result; then the worker reports "closed". When the code waits
+(`waiting`), the worker reports "waiting" with "limit_s", then "waited", then "running" again. While
+the code waits, other sessions run. {"event": "ask", "question"} asks the pool, which answers
 {"session", "answer"} or {"session", "error"}. The worker ends when its stdin does. It never loads
 jax.
 """
@@ -53,7 +54,7 @@ sys.set_int_max_str_digits(50_000)
 
 
 class Stopped(Exception):
-  """Raised by a program for a failure of a request that is not a fault of the program."""
+  """Raised by a program if a request fails, but the program is not at fault."""
 
   kind = "failed"
 
@@ -68,7 +69,7 @@ class Program(Protocol):
   ready: object
 
   def answer(self, session: int, request: Any) -> tuple[object, bool]:
-    """Answers a request: (reply, JSON; whether it is the session's last reply)."""
+    """Answers a request; returns (JSON-serializable reply, whether it is the session's last)."""
 
 
 # --- for code that runs in a worker ---------------------------------------------------------------
@@ -85,7 +86,7 @@ _waiter = contextvars.ContextVar("waiter", default=_wait_alone)
 
 
 def waiting(limit_s: float) -> AbstractContextManager[None]:
-  """Context in which a request waits for another program while other requests run.
+  """Context in which a request waits, for example for a server, while other requests run.
 
   A worker runs the code of one request at a time, under the pool's limit of wall-clock time. Code
   in this context, such as reading from a socket, runs beside the code of other requests and has its

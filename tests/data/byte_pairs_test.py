@@ -119,12 +119,13 @@ def test_bad_texts(tmp_path, name, content, message):
 
 
 def test_bad_arguments(folder, tmp_path):
-  with pytest.raises(ValueError, match=r"vocab_size = 321 is not a multiple of 8 .* set it to 328"):
+  refused = r"vocab_size = 321 is not a multiple of 8, or is below 264 .* set it to 328"
+  with pytest.raises(ValueError, match=refused):
     train_byte_pairs(TEXTS, 321)
   with pytest.raises(ValueError, match=r"vocab_size = 256 .*256 bytes and 3 special.* to 264"):
     train_byte_pairs(TEXTS, 256)
   (tmp_path / "a.jsonl").touch()
-  with pytest.raises(ValueError, match="name the fields to read"):
+  with pytest.raises(ValueError, match=r"a file of problems, not of plain text: name the fields"):
     list(read_texts([tmp_path], []))
   with pytest.raises(FileNotFoundError):
     list(read_texts([tmp_path / "none"], []))

@@ -289,7 +289,8 @@ def test_dialogues_with_tools(load, schemas, family, template, text):
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_r1_distill", "llama3"])
 def test_a_template_without_tools_is_refused(load, schemas, family):
-  with pytest.raises(ValueError, match=r"shows no tools, but .*tools\.json'.* set tools = '' and"):
+  refused = r"shows no tools, but .*tools\.json'.* set config.prompts.tools = '' and say"
+  with pytest.raises(ValueError, match=refused):
     load(family, tools=schemas[1])
 
 
@@ -297,10 +298,10 @@ def test_a_template_without_tools_is_refused(load, schemas, family):
   ("text", "message"),
   [
     ("{", "is not JSON"),
-    ("[]", r"has \[\]; the file must be a JSON list of schemas"),
-    ('{"name": "f"}', r'has {"name": "f"}; the file must be a JSON list of schemas'),
-    ('[{"name": "f"}]', r'has {"name": "f"}; the file must be a JSON list'),
-    ('[{"function": {"name": 5}}]', "the file must be a JSON list"),
+    ("[]", r"contains \[\], but must be a JSON list of schemas"),
+    ('{"name": "f"}', r'contains {"name": "f"}, but must be a JSON list of schemas'),
+    ('[{"name": "f"}]', r'contains {"name": "f"}, but must be a JSON list'),
+    ('[{"function": {"name": 5}}]', "but must be a JSON list"),
   ],
 )
 def test_tools_that_are_none(load, tmp_path, text, message):
@@ -334,8 +335,9 @@ def test_the_python_environment_takes_what_its_schema_says(load):
       "",
       "user",
       r"qwen3\S* is not append-only with replies of role 'user': after \d+ equal tokens the"
-      r" appended dialogue goes on with '<think>\\nSix .* the template's with 'The answer is .*set "
-      r"config.prompts.template to a variant that keeps earlier turns: 'qwen3_training'",
+      r" appended dialogue goes on with '<think>\\nSix .*, but the dialogue that the template"
+      r" writes goes on with 'The answer is .*set config.prompts.template to a variant that keeps"
+      r" earlier turns: 'qwen3_training'",
     ),
     ("deepseek_r1_distill", "", "user", "drops thoughts: .*'deepseek_r1_distill_training'"),
     ("gemma", "", "tool", r"replies of role 'tool': .* must alternate .*, or give replies another"),
@@ -436,8 +438,11 @@ def test_plain_tokenizers(plain):
       lambda t: t.encode_messages([{"role": "assistant", "content": ""}]),
       "ends with a message of the assistant",
     ),
-    (lambda t: t.encode_messages([{"role": "user", "content": 1}]), "'content': 1}; a message is"),
-    (lambda t: t.encode_messages([{"role": "user"}]), "a message is"),
+    (
+      lambda t: t.encode_messages([{"role": "user", "content": 1}]),
+      "'content': 1}; a message must be",
+    ),
+    (lambda t: t.encode_messages([{"role": "user"}]), "a message must be"),
     (
       lambda t: t.encode_reply("", "system", 0),
       r"role = 'system' .*choose one of \['user', 'tool'",
@@ -445,7 +450,7 @@ def test_plain_tokenizers(plain):
     (lambda t: t.check_turns(["assistant"]), "role = 'assistant' of a reply is unknown"),
     (lambda t: t.check_turns([], ["a", ""]), "stop string '' must be a text that is not empty"),
     (lambda t: t.check_turns([], ["\ufffd"]), "has no U.FFFD, the character for invalid bytes"),
-    (lambda t: t.check_turns([], "</a>"), r"give a sequence: \('</a>',\)"),
+    (lambda t: t.check_turns([], "</a>"), r"give a sequence of texts: \('</a>',\)"),
   ],
 )
 def test_bad_arguments(plain, load, call, message):
@@ -457,6 +462,7 @@ def test_bad_arguments(plain, load, call, message):
 def test_a_stop_string_that_is_never_decoded(load):
   tokenizer = load("llama3")
   eom = tokenizer._tokenizer.convert_tokens_to_ids("<|eom_id|>")
-  with pytest.raises(ValueError, match=rf"'a<\|eom_id\|>' spells the special .*: add {eom} to eos"):
+  refused = rf"'a<\|eom_id\|>' spells the special .*: instead, add the token's id, {eom}, to eos"
+  with pytest.raises(ValueError, match=refused):
     tokenizer.check_turns(["user"], ["a<|eom_id|>"])
   load("qwen3", "qwen3_training").check_turns(["user"], ["</tool_call>", "</think>"])

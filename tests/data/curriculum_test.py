@@ -156,5 +156,6 @@ def test_mistakes_have_a_message(lines, change, message):
 
 
 def test_a_batch_of_more_problems_than_there_are(lines):
-  with pytest.raises(ValueError, match="takes 41 problems, each once, but the curriculum has 40"):
+  refused = "takes 41 different problems, but the curriculum has only 40"
+  with pytest.raises(ValueError, match=refused):
     problem_draws(tasks.curriculum(parts=lines).train, batch_size=41, seed=0)

@@ -407,7 +407,7 @@ def test_no_code_of_the_folder_is_run(folder, tmp_path, tokenizer_class):
   [
     ("{% for %}", "fails on messages of user"),
     ("{{ messages[0].content }}{{ messages[1].content }}", "fails on messages of user"),
-    ("hello", "omits the user.s message: 'hello'; set config.prompts.template to a file"),
+    ("hello", "omits the user.s message: it writes 'hello'; set config.prompts.template to a"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('only tools') }}", "only tools; set config.prompts.template to a file"),
@@ -440,9 +440,12 @@ def test_a_template_with_today_in_it(folder, caplog):
   ("kwargs", "message"),
   [
     ({"prompt_format": "Chat"}, r"prompt_format = 'Chat' is unknown; choose one of .'plain', 'ch"),
-    ({"system_prompt": "Be brief."}, "'Be brief.', .* belong to the chat format, but .* 'plain'"),
-    ({"chat_template": "a.jinja"}, "'a.jinja' and tools = '' belong to the chat format"),
-    ({"tools": "python"}, "tools = 'python' belong to the chat format"),
+    (
+      {"system_prompt": "Be brief."},
+      "format = 'plain' allows no system prompt, template or tools, but .*'Be brief.'",
+    ),
+    ({"chat_template": "a.jinja"}, "'a.jinja' and tools = ''; set all three to '', or set format"),
+    ({"tools": "python"}, "tools = 'python'; set all three to '', or set format to 'chat'"),
   ],
 )
 def test_bad_arguments(tmp_path, kwargs, message):
@@ -482,7 +485,8 @@ def test_an_end_of_text_that_no_policy_can_sample(folder):
 def test_no_fast_tokenizer(folder, tmp_path):
   folder = folder()
   (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
-  with pytest.raises(ValueError, match=r"has no tokenizer\.json; if it has a sentencepiece"):
+  refused = r"has no tokenizer\.json; if the folder has a sentencepiece"
+  with pytest.raises(ValueError, match=refused):
     folder.load()
   with pytest.raises(FileNotFoundError, match="none is not a directory"):
     HuggingFaceTokenizer(tmp_path / "none")
@@ -495,7 +499,8 @@ def test_a_tokenizer_that_ends_every_prompt(folder):
     single=f"$A {end}", special_tokens=[(end, 0)]
   )
   folder.write()
-  with pytest.raises(ValueError, match=r"ends every prompt with its end of text, '<.endoftext.>'"):
+  refused = r"ends every prompt with its end-of-text token, '<.endoftext.>'"
+  with pytest.raises(ValueError, match=refused):
     folder.load()
   assert folder.chat().encode_prompt("5")[-1] != 0
 

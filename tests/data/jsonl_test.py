@@ -131,8 +131,14 @@ def test_files_of_verl_and_trl_are_read_unchanged(write, tmp_path):
   [
     (dict(prompt=None), r"line 1 does not fit: prompt is '\{prompt\}'.*prompt is None, expected"),
     (dict(prompt={"en": "2?"}), r"line 1 does not fit: .*prompt is \{'en': '2\?'\}, expected"),
-    (dict(prompt=["2?"]), r"line 1 does not fit: .*a prompt's message is 2\?; a message is \{"),
-    (dict(prompt=[{"role": "user"}]), r"line 1 does not fit: .*a prompt's message is \{'role'"),
+    (
+      dict(prompt=["2?"]),
+      r"line 1 does not fit prompt = .*: a prompt's message is 2\?; a message must be \{",
+    ),
+    (
+      dict(prompt=[{"role": "user"}]),
+      r"line 1 does not fit prompt = .*: a prompt's message is \{'role'",
+    ),
     (dict(prompt=[{"role": "user", "content": None}]), r"a prompt's message is"),
     (dict(prompt=[{"role": "usr", "content": "2?"}]), r"role\": one of \['system'"),
     (dict(prompt=[{"role": "user", "content": "2?", "name": "I"}]), r"a prompt's message is"),
@@ -273,13 +279,17 @@ def test_no_answer_where_the_grader_needs_none(write):
     ),
     (
       dict(prompt="{prompt:d}"),
-      r"line 1 does not fit: .* a template that cannot be filled in .* fields may be \['Level'",
+      r"line 1 does not fit: .* a template that cannot be filled in .* allowed fields are"
+      r" \['Level'",
     ),
     (dict(prompt=" "), r"line 1 has an empty prompt"),
-    (dict(held_out_size=20), r"held_out_size = 20, but there are only 19"),
+    (dict(held_out_size=20), r"held_out_size = 20, but only 19 problems are available"),
     (dict(held_out_size=0), r"held_out_size = 0 is not an integer ≥ 1"),
     (dict(warm_start_size=2), r"no demonstrations: set solution to a template"),
-    (dict(warm_start_size=15, solution="{steps}"), r"warm_start_size = 15, but there are only 14"),
+    (
+      dict(warm_start_size=15, solution="{steps}"),
+      r"warm_start_size = 15, but only 14 problems are available",
+    ),
   ],
 )
 def test_mistakes_name_the_line_and_the_remedy(write, change, message):

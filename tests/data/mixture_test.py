@@ -184,8 +184,11 @@ def test_concatenated_with_empty_sources():
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"weights": {"words": 1}}, r"weights are for \['words'\] but the parts are \['contest', 's"),
-    ({"parts": {}, "weights": {}}, "weights are for"),
+    (
+      {"weights": {"words": 1}},
+      r"weights has the labels \['words'\], and parts has the labels \['contest', 's",
+    ),
+    ({"parts": {}, "weights": {}}, r"at least one, but weights has the labels \[\]"),
     ({"weights": {"words": 1, "contest": 0, "sums": 1}}, r"'contest'\] = 0 is not a number in \(0"),
     (
       {"weights": {"words": 1, "contest": float("nan"), "sums": 1}},

@@ -350,7 +350,11 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("livecodebench", _livecodebench("", public_test_cases=[]), "line 2 has no test cases"),
     ("livecodebench", _livecodebench("%"), "line 2 has private_test_.* neither JSON nor base"),
     ("livecodebench", _livecodebench(_encoded(HIDDEN)[:40]), "line 2 has private_.* cut off"),
-    ("livecodebench", _livecodebench("", metadata="{}"), "line 2 .* metadata lacks func_name"),
+    (
+      "livecodebench",
+      _livecodebench("", metadata="{}"),
+      "line 2 has tests of type 'functional', but its metadata lacks func_name",
+    ),
     (
       "livecodebench",
       _livecodebench([{"input": "", "output": "", "testtype": "stdin"}]),
@@ -413,7 +417,8 @@ def test_missing_files_and_splits(tmp_path):
   with pytest.raises(FileNotFoundError, match=f"no file of gsm8k .*{expected}.*found .'other'"):
     _prepare("gsm8k", tmp_path, {"other.jsonl": [{}], "test.txt": b"no problems"})
   prepared = _prepare("gsm8k", tmp_path, {"train.jsonl": _gsm8k_rows([1])})
-  with pytest.raises(ValueError, match=r"no split 'test' in .*only \['train'\]: name its files"):
+  refused = r"no split 'test' in .*only \['train'\]: give the files of this split the names test or"
+  with pytest.raises(ValueError, match=refused):
     prepared.records("test")
 
 
@@ -433,7 +438,8 @@ def test_another_years_file_is_not_taken(tmp_path):
 def test_a_file_of_another_name_is_never_guessed_at(tmp_path, name):
   """Such as the half that somebody set apart, or the answers of another benchmark."""
   other = f"my_{name}_humaneval_mbpp_500_old.jsonl"
-  with pytest.raises(FileNotFoundError, match="rename them, or give the file itself as data_dir"):
+  refused = "rename the files found, or give the file itself as data_dir"
+  with pytest.raises(FileNotFoundError, match=refused):
     _prepare(name, tmp_path, {other: [BOXED], "old/train.jsonl": [BOXED]})
 
 

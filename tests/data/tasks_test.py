@@ -277,7 +277,7 @@ def test_published_warm_start_takes_problems_with_solutions(math):
   task = _published(math, dataset="math", warm_start_size=2)
   assert [p.answer for p in _all(task.warm_start)] == ["1", "3"]
   assert [p.answer for p in _all(task.train)] == ["0", "2", "4", "5"]
-  with pytest.raises(ValueError, match="warm_start_size = 4, but there are only 3"):
+  with pytest.raises(ValueError, match="warm_start_size = 4, but only 3 problems are available"):
     _published(math, dataset="math", warm_start_size=4)
 
 
@@ -307,9 +307,9 @@ def test_published_programs(tmp_path):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"held_out_size": 9}, "held_out_size = 9, but there are only 8"),
+    ({"held_out_size": 9}, "held_out_size = 9, but only 8 problems are available"),
     ({"held_out_size": -1}, "held_out_size = -1 is not an integer ≥ 0"),
-    ({"warm_start_size": 20}, "warm_start_size = 20, but there are only 19"),
+    ({"warm_start_size": 20}, "warm_start_size = 20, but only 19 problems are available"),
     ({"warm_start_size": -1}, "warm_start_size = -1"),
     ({"max_question_characters": -1}, "max_question_characters = -1"),
     ({"split": "", "warm_start_size": 1}, 'warm_start_size is given but split is ""'),

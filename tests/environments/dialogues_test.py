@@ -75,7 +75,7 @@ def test_messages_of_reset(pool):
   assert pool.reset(problem("messages"), 3).result(WAIT_S).messages == messages
   assert pool.reset(problem(), 3).result(WAIT_S).messages is None
   failure = pool.reset(problem("bad messages"), 3).result(WAIT_S)
-  assert failure.kind == "failed" and "expected role 'system' or 'user'" in failure.detail
+  assert failure.kind == "failed" and "expected a role, 'system' or 'user'" in failure.detail
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_numbers_are_of_the_seed_alone_and_uniform():
     ({"low": 3, "high": 2}, "low = 3 is above high = 2"),
     ({"high": 2.5}, "high = 2.5 is not an integer"),
     ({"high": 10**30}, "high ="),
-    ({"higher": "<"}, "not three texts"),
-    ({"lower": 3}, "not three texts"),
+    ({"higher": "<"}, "not three different texts"),
+    ({"lower": 3}, "not three different texts"),
   ],
 )
 def test_wrong_hyper_parameters(options, message):

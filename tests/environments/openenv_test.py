@@ -210,7 +210,8 @@ def test_wrong_fields_are_told_at_the_start(url):
   with EnvironmentPool(name(url, reset=("word",)), deadline_s=5.0) as pool:
     failure = pool.reset({"question": "", "answer": "", "reference": {"x": 1}}, 0).result(WAIT_S)
     assert (
-      "reset has 'word', but the problem has only ['answer', 'question', 'x']" in failure.detail
+      "reset names the field 'word', but the problem has only ['answer', 'question', 'x']"
+      in failure.detail
     )
 
 

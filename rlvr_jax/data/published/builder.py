@@ -41,7 +41,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 class Published(tfds.core.GeneratorBasedBuilder):
-  """Builder of published data sets, with one configuration each, in the published order.
+  """Builder of published data sets: one configuration per data set, records in published order.
 
   Args:
     source: published files.
@@ -68,7 +68,11 @@ class Published(tfds.core.GeneratorBasedBuilder):
       return Records(self, split)
     dataset: Dataset = self.builder_config
     layouts = dataset.files.get(split)
-    remedy = f"name its files {describe_layouts(layouts)}" if layouts else "choose one of those"
+    remedy = (
+      f"give the files of this split the names {describe_layouts(layouts)}"
+      if layouts
+      else "choose one of these splits"
+    )
     raise ValueError(
       f"{dataset.name} has no split {split!r} in {self._source.data_dir}, only {splits}: {remedy}"
     )
@@ -176,7 +180,7 @@ def prepare(
     name: name of the data set, one of `DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
     prepared_dir: local folder for the prepared records, with a subfolder per content digest, so
-      that changed files are prepared again. Several processes may share it.
+      that changed files are prepared again. Several processes may share the folder.
   Raises:
     OSError: a file is missing or cannot be read, or the records cannot be written.
     ValueError: the name is unknown, a file is not as published (the message names it, and the line
@@ -195,8 +199,8 @@ def prepare(
     raise FileNotFoundError(
       errno.ENOENT,
       f"no file of {name} in data_dir: expected"
-      f" {'; or '.join(map(describe_layouts, files.values()))} (as {', '.join(FORMATS)}), found"
-      f" {source.names()[:20]}; rename them{alternative}",
+      f" {'; or '.join(map(describe_layouts, files.values()))} (with one of the extensions"
+      f" {', '.join(FORMATS)}), found {source.names()[:20]}; rename the files found{alternative}",
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])

@@ -29,7 +29,7 @@ class Dataset(tfds.core.BuilderConfig):
 
 
 def split_files(split: str, folder: str = "data") -> Layouts:
-  """Layouts of a split in one file: `split`, or the Parquet file of a hub, in `folder` or not."""
+  """Layouts of a split in one file: `split`, or a hub's Parquet file, with or without `folder`."""
   return (split,), (hub_file(split, folder),), (hub_file(split),)
 
 

@@ -81,7 +81,7 @@ def published(
   if (dataset, str(data_dir), split) == (held_out_dataset, str(held_out_data_dir), held_out_split):
     raise ValueError(
       f"split and held_out_split are both {split!r} of {dataset}: nothing would be left to train "
-      'on; choose another, or split = "" for a task of held-out problems only'
+      'on; set them to two different splits, or set split = "" for a task of held-out problems only'
     )
   # Imported here because tensorflow-datasets loads slowly and other tasks do not need it.
   from rlvr_jax.data.published.builder import prepare

@@ -188,7 +188,9 @@ def _read_livecodebench(row: Row) -> Record:
 def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
   for case in cases:
     if not isinstance(case.get("input"), str) or not isinstance(case.get("output"), str):
-      raise row.error(f"has a test case without texts input and output: {str(case)[:80]}")
+      raise row.error(
+        f"has a test case whose input or output is missing or not a text: {str(case)[:80]}"
+      )
   return {
     "style": "stdin",
     "cases": [{"input": case["input"], "output": case["output"]} for case in cases],
@@ -211,8 +213,8 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
     ]
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise row.error(
-      "needs a function, but its metadata lacks func_name or a test case is not JSON: "
-      f"{type(error).__name__} {error}"
+      "has tests of type 'functional', but its metadata lacks func_name, or its metadata or a test "
+      f"case is not JSON: {type(error).__name__} {error}"
     ) from error
   starter = row.text("starter_code", default="")
   return {
