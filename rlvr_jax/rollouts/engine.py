@@ -233,9 +233,9 @@ class _Weights:
     version = self.version(rollout)
     if version not in self.loaded:
       raise MissingWeightsError(
-        f"version {version} is to sample token {rollout.length} of rollout {rollout.place} (draw,"
-        f" group, number in the group), but the engine has the versions {sorted(self.loaded)}: give"
-        " the engine these weights by `swap` first"
+        f"version {version} must sample token {rollout.length} of rollout {rollout.place} (draw,"
+        " group, number in the group), but the engine has only the weights of the versions"
+        f" {sorted(self.loaded)}: give it the weights of version {version} by `swap` first"
       )
     return self.loaded[version]
 

@@ -115,8 +115,8 @@ def row_layout(
   if places > _MAX_INT32:
     raise ValueError(
       f"config.batch: {prompts} prompts with {group_size} rollouts each may need {places} positions"
-      f" in rows of {length} tokens, at most {_MAX_INT32}; lower batch.prompts, batch.group_size or"
-      " batch.tokens_per_row"
+      f" in rows of {length} tokens, but at most {_MAX_INT32} are possible; lower batch.prompts,"
+      " batch.group_size or batch.tokens_per_row"
     )
   return RowLayout(
     length=length,

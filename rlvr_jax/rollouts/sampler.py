@@ -251,13 +251,16 @@ class LocalSampler:
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:
       if not self.is_busy:
-        raise SamplerStoppedError("no groups are wanted; this is a bug in the caller of `want`")
+        raise SamplerStoppedError(
+          "`want` has requested no group that is still missing; this is a bug in the code that"
+          " calls the sampler"
+        )
       if self.step():
         since = time.monotonic()
       elif self._answers.any_process(time.monotonic() - since >= deadline_s):
         raise SamplerStoppedError(
-          f"no answer of a grader or an environment came for {deadline_s:g} s; missing are"
-          f" {self._describe_missing()}. {_IF_LATE}"
+          f"no answer of a grader or an environment came for {deadline_s:g} s; these groups"
+          f" are missing: {self._describe_missing()}. {_IF_LATE}"
         )
     return self.poll()
 

@@ -61,7 +61,9 @@ class Source(NamedTuple):
       ValueError: the rollouts of the source are recorded.
     """
     if self.engine is None:
-      raise ValueError(f"the source {self.name} has recorded groups, and no programs that sample")
+      raise ValueError(
+        f"the source {self.name} consists of recorded groups, so it has no programs that sample"
+      )
     return self.engine
 
   @property

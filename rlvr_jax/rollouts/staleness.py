@@ -87,8 +87,8 @@ class RecordedRun:
       lacks = lacks or ("" if info.get("drawn") else "has no record of how it was drawn")
       if len(self.versions[number]) > 1 and lacks:
         raise ValueError(
-          f"{owner} is not replayed: batch {number} has several versions and {lacks}; choose a run"
-          " of this version of rlvr_jax, with config.store.keep_used = True"
+          f"{owner} cannot be replayed: several versions have sampled batch {number}, which"
+          f" {lacks}; choose a run of this version of rlvr_jax, with config.store.keep_used = True"
         )
 
   @property
@@ -249,7 +249,10 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     PlanError: an update trains on a batch that has not been sampled yet or is no longer kept.
   """
   if schedule.threaded:
-    raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
+    raise ValueError(
+      "a real-time schedule has no plan, since its lags depend on the clock; its rollouts record"
+      " their versions"
+    )
   sampled_by: list[int] = []
   oldest_batch = 0
   batches = []
@@ -258,7 +261,9 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
     if not oldest_batch <= batch < len(sampled_by):
-      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before it"
+      there = (
+        f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before this update"
+      )
       if oldest_batch >= len(sampled_by):
         there = "no batch is sampled and kept before this update"
       raise PlanError(
@@ -442,7 +447,7 @@ def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) 
     if of_batch[0] < previous and max(map(len, versions)) == 1:
       raise ValueError(
         f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease,"
-        " one that was not interrupted"
+        " such as a run that was not interrupted"
       )
     if batch - of_batch[0] > max_lag:
       raise ValueError(

@@ -130,7 +130,8 @@ class RolloutStore:
     check_integer("RolloutStore.write", "number", number, low=0)
     if reserved := info.keys() & _RESERVED:
       raise ValueError(
-        f"batch {number}: info has {sorted(reserved)}, which the store reserves; rename it"
+        f"batch {number}: info has the fields {sorted(reserved)}, whose names the store reserves;"
+        " rename these fields"
       )
     try:
       data = encode(groups, {"number": number, **info})
@@ -317,8 +318,8 @@ class RolloutStore:
       )
     if foreign := [name for name in names if not _OWN.fullmatch(name)]:
       raise StoreError(
-        f"{self.directory} is not a rollout store: it has {foreign[0]!r:.80}. Choose another"
-        " folder."
+        f"{self.directory} is not a rollout store: it contains {foreign[0]!r:.80}, which no store"
+        " contains. Choose another folder."
       )
     return bool(names)
 
@@ -351,7 +352,7 @@ class RolloutStore:
     """The info without the batch's number; raises if it is the info of another batch."""
     with self._explain_damage(number):
       if (found := info.pop("number", None)) != number:
-        raise DamagedError(f"it has batch {found!r:.80}")
+        raise DamagedError(f"the number in its info is {found!r:.80}")
     return info
 
   @contextlib.contextmanager

@@ -124,8 +124,8 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
     if error.errno not in _UNWRITABLE:
       raise
     raise error_type(
-      f"{name} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
-      " names of at most 255 bytes"
+      f"{name} cannot be written: {error.strerror}. Choose a folder in which this user can"
+      " write; a name in its path may have at most 255 bytes"
     ) from error
 
 
@@ -145,7 +145,7 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
       raise
     raise OSError(
       f"{path} is a symbolic link, and this program writes no file through a link: remove the link,"
-      " or choose another folder. Links to folders, such as checkpoints, are allowed"
+      " or choose another folder. A folder, such as `checkpoints`, may be a link"
     ) from error
 
 

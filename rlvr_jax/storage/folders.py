@@ -41,8 +41,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str
     return system, within
   except (ImportError, ValueError) as error:
     raise ValueError(
-      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
-      ' pip install "rlvr_jax[gcs]"'
+      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows;"
+      ' gs:// needs gcsfs: pip install "rlvr_jax[gcs]"'
     ) from error
 
 
@@ -62,8 +62,8 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
   if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
     raise FileNotFoundError(
-      f"{directory} is not a directory: give a local directory, or a URL, gs://bucket/folder;"
-      " models are not downloaded by their name on a hub"
+      f"{directory} is not a directory: give a local directory, or a URL such as gs://bucket/folder;"
+      " a model is not downloaded by its name on a hub"
     )
   # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.
   files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
