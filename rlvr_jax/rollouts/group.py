@@ -1,4 +1,4 @@
-"""Types for samplers, which take policies and draws and return graded groups; files of groups.
+"""What samplers take (policies, draws) and return (graded groups), and the files of groups.
 
 `ARRAYS` lists every array that a group may have. The functions that cut and restore padding, join
 groups of different widths, and store groups read this list.
@@ -41,7 +41,7 @@ _PADDED = ("S", "T")  # the axes with padding
 
 
 class Policy(NamedTuple):
-  """A policy with its weights, which samplers take."""
+  """A policy with its weights, in the form that samplers take."""
 
   version: int  # number of updates that the policy has had
   params: Params
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
 
 
 class Draw(NamedTuple):
-  """Problems that are sampled together; with dynamic sampling a batch may need several."""
+  """Problems that are sampled together; with dynamic sampling a batch may need several draws."""
 
   number: int
   problems: list[Problem]  # P
@@ -72,7 +72,7 @@ class Group(NamedTuple):
 
 
 class Sampler(Protocol):
-  """Samples and grades groups: in this thread, in another thread, or in other programs."""
+  """Samples and grades groups: in this thread, in another thread, or in other processes."""
 
   def offer(self, policy: Policy) -> None:
     """Gives the sampler newer weights; later requests are sampled with these or newer weights."""
@@ -312,7 +312,7 @@ def read_info(read_start: Callable[[int], bytes]) -> JsonObject:
   """The info of a file of groups; only the beginning of the file is read.
 
   Args:
-    read_start: number of bytes → these first bytes of the file, or fewer if the file is shorter.
+    read_start: n → the first n bytes of the file, or the whole file if it is shorter.
   Raises:
     DamagedError: the info is not as it was written; damage in other parts may go unnoticed.
     FormatError: the file has another format.

@@ -47,7 +47,8 @@ class RecordedGroups:
       routes: (layers, experts, experts per token) of the mixture whose routes the rollouts must
         have; None: recorded routes are dropped.
     Raises:
-      StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
+      StoreError: the folder is not a store; the store is empty or lacks one of the batches; or the
+        rollouts have another tokenizer, group size or mixture, or larger limits on their lengths.
     """
     self._store = RolloutStore(directory, writable=False)
     self._sizes = {"S": max_prompt_length, "T": max_response_length, "pad_token": pad_token}

@@ -179,7 +179,7 @@ class _Lane:
 
 
 class LocalSampler:
-  """Samples with the devices of this program; works while `take` is called.
+  """Samples on the devices of this process, in the thread that calls `take` or `step`.
 
   The sources use the devices one after another. When a turn ends, a worker answers with a reply,
   after which the rollout continues, or with the rollout's grade.
@@ -215,7 +215,7 @@ class LocalSampler:
     """Gives the sampler a newer policy.
 
     With FINISH, the policy samples the groups that have not begun. With SWITCH or RECOMPUTE, it
-    samples all tokens from the next burst on. If draws have plans, the plans decide.
+    samples all tokens from the next burst on. If draws have plans, the plans decide instead.
     """
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
