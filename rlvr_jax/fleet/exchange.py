@@ -1,11 +1,11 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one term per start of a trainer, with the identity that samplers must have
-  policies/E.V     version V of the policy can be restored
-  draws/E.N        a draw of problems, and which of its groups are wanted
+  terms/E          term E: one start of a trainer, with the identity that samplers must have
+  policies/E.V     says that version V of the policy can be restored
+  draws/E.N        draw N of problems, and which of its groups are requested
   groups/N.I       group I of draw N, written by the first sampler that has finished it
   samplers/NAME    a counter, and what the sampler does; only these objects are overwritten
-  ends/E           the trainer of term E has all its batches
+  ends/E           says that the trainer of term E has all its batches
 
 All objects except groups are a line of JSON with a checksum. Anybody may have written the files. So
 files whose names do not match the list are ignored, and contents are checked here. Nothing is
@@ -110,7 +110,7 @@ class Exchange:
   # --- the trainer --------------------------------------------------------------------------------
 
   def begin_term(self, identity: Mapping[str, str]) -> int:
-    """Begins the next term, and removes policies and draws of earlier terms.
+    """Begins the next term; removes earlier terms with their ends, policies and draws.
 
     Args:
       identity: properties that samplers must share with this trainer; name → text.

@@ -120,7 +120,7 @@ class _State:
 
 
 class RemoteSampler:
-  """A `Sampler` whose groups other programs sample; they read its draws from an exchange."""
+  """A `Sampler` whose groups are sampled by other programs, which read the draws in an exchange."""
 
   def __init__(
     self,
@@ -150,7 +150,7 @@ class RemoteSampler:
     self._state = _State(dict(fingerprints or {}), Watch(settings.silent_s, clock), clock())
 
   def offer(self, policy: Policy) -> None:
-    """Publishes newer weights."""
+    """Writes newer weights for the samplers, and announces them once they can be restored."""
     fingerprint, term = policy.fingerprint(), self._term
     self._state.fingerprints[policy.version] = fingerprint
     self._publish(policy, lambda: self._exchange.announce(term, policy.version, fingerprint))
@@ -169,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; groups of earlier calls must have been saved.
+    """Waits for groups and returns at least one; the caller must have saved all earlier groups.
 
     Raises:
       FleetError: see `look`.
@@ -180,7 +180,7 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have arrived; the caller must have saved the groups of earlier calls.
+    """The groups that have arrived; the caller must have saved all earlier groups.
 
     Args:
       waited_s: seconds since a call last returned groups.
