@@ -148,7 +148,7 @@ class Exchange:
     self._objects.remove(f"draws/{term}.{number}")
 
   def remove_group(self, place: Place) -> None:
-    """Removes a group, which is sampled again if its draw still wants it."""
+    """Removes a group, which is sampled again if its draw still requests it."""
     self._objects.remove(_group_name(place))
 
   def get_group(self, place: Place, listed: Listed) -> tuple[Group, str] | None:

@@ -159,7 +159,7 @@ class Pace:
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """How many times the allowed time has passed since the sampler `name` was seen to begin.
+    """How many allowed times have passed since the sampler `name` was seen to begin a group.
 
     The number is rounded down; 0: the group is not late. The allowed time is the longer of
     `_BEGUN` × `patience_s` and `_LONG` × the median time of this sampler's own groups. Until this

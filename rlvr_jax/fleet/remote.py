@@ -186,7 +186,7 @@ class RemoteSampler:
       waited_s: seconds since a call last returned groups.
     Raises:
       FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
-        arrived before the deadline, another trainer has begun, or no group is wanted.
+        arrived before the deadline, another trainer has begun, or no requested group is missing.
     """
     self._remove_complete()
     if not self._state.open:
@@ -216,8 +216,8 @@ class RemoteSampler:
     """Metrics: samplers that are alive, and counts since the start.
 
     `late_groups` arrived after their draw was complete; `dropped_groups` are sampled again.
-    `duplicate_groups` and `duplicate_tokens` count groups that a living sampler finished after
-    another sampler.
+    `duplicate_groups` counts groups that a living sampler finished after another sampler, and
+    `duplicate_tokens` counts the tokens in these groups.
     """
     view = self._exchange.look()
     living = self._state.watch.look(view.samplers)
@@ -432,7 +432,7 @@ def _check_samples(group: Group, question: str) -> None:
     )
   for sample in group.samples:
     if sample.get("prompt") != question:
-      raise RecordError("a sample lacks the prompt of its problem")
+      raise RecordError("the prompt of a sample is not the question of its problem")
     if not isinstance(sample.get("outcome"), str):
       raise RecordError("a sample lacks its outcome")
     if sample["outcome"] in _EXPLAINED and not isinstance(sample.get("detail"), str):

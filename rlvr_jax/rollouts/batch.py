@@ -1,4 +1,4 @@
-"""Makes training batches from groups, writes batches to files, and reduces batches for scoring."""
+"""Makes training batches from groups, files of batches, and smaller batches for scoring passes."""
 
 from __future__ import annotations
 

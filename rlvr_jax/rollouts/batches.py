@@ -40,7 +40,7 @@ class DynamicSamplingError(RuntimeError):
 
 
 class FingerprintError(RuntimeError):
-  """The parameters that sampled rollouts differ from the trainer's parameters of that version."""
+  """The parameters that sampled rollouts are not the trainer's parameters of the same version."""
 
 
 class Position(NamedTuple):
@@ -213,7 +213,7 @@ class _CompleteDraw(NamedTuple):
 
 
 class MeasuredSampler(Sampler, Protocol):
-  """A `Sampler` that can be polled without a wait, and that reports its seconds and counts."""
+  """A `Sampler` that can be polled without a wait, and that measures its own work."""
 
   def poll(self) -> list[Group]:
     """Returns the groups that are finished, like `take`, but does not wait."""

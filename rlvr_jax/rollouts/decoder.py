@@ -7,10 +7,10 @@ host.
 A layer with attention has a KV cache. A gated DeltaNet has a state, which a burst carries from
 token to token; the state changes only in running slots.
 
-The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
-neighbors or the order of requests. To ensure this, every matrix product has a fixed number of rows
-and more than one column, a burst always begins at a multiple of its length, and blocks of the cache
-are accumulated in order (`ops.decoding`).
+The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, on the
+rollouts in other slots, or on the order of requests. To ensure this, every matrix product has a
+fixed number of rows and more than one column, a burst always begins at a multiple of its length,
+and blocks of the cache are accumulated in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply a prefill
 computes the response's cache again, up to the last multiple of a burst's length. The next burst
@@ -298,7 +298,7 @@ def prefill(
   *,
   settings: Settings,
 ) -> Prefilled:
-  """Computes the KV caches of prompts, per layer [K, blocks, R, block, H], and DeltaNet states.
+  """Computes the KV caches of prompts, in the layout of `ops.caches`, and the DeltaNet states.
 
   Args:
     params: the result of `Model.decoding_params`.

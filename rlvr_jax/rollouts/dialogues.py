@@ -146,7 +146,7 @@ class Dialogues:
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
     """What an environment's turn means: a reply, i32[n] tokens, or the dialogue's grade.
 
-    None if the dialogue has ended and a grader judges it.
+    The result is None if the dialogue has ended and a grader judges it.
     """
     if turn.done:
       if turn.score is None:

@@ -55,7 +55,7 @@ class Usage:
 
 @dataclasses.dataclass
 class SlotUsage(Usage):
-  """Counts of an engine's slots, with the costs of replies.
+  """`Usage` with the costs of an environment's replies in dialogues.
 
   Attributes:
     idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.

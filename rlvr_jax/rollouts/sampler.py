@@ -1,7 +1,7 @@
 """Samplers: `LocalSampler` works in the thread that calls it, `ThreadSampler` in its own thread.
 
 A sampler is offered policies and asked for groups of draws; it returns graded groups in any order.
-The content of a rollout depends only on its draw, its index in the draw and its policy. The time of
+The content of a rollout depends only on its draw, its place in the draw and its policy. The time of
 sampling and the other rollouts in the slots have no effect.
 """
 
@@ -246,7 +246,7 @@ class LocalSampler:
 
     Raises:
       SamplerStoppedError: there was nothing to decode, and no grader or environment answered within
-        the deadline; or no group is wanted.
+        the deadline; or no requested group is missing.
     """
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:

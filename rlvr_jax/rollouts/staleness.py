@@ -98,7 +98,7 @@ class RecordedRun:
     return any(len(versions) > 1 for versions in self.versions)
 
   def newest(self) -> list[int]:
-    """For every batch, the newest version that the batch or an earlier batch needs."""
+    """For every batch, the newest version that sampled this batch or an earlier batch."""
     return [*itertools.accumulate(map(max, self.versions), max)]
 
   def oldest_needed(self, update: int) -> int:
@@ -385,9 +385,9 @@ def simulated_asynchronous(
     num_updates: updates of the run.
     seed: ≥ 0, the seed of the random lags; the lag of batch b depends only on (seed, b).
   Raises:
-    ValueError: a hyper-parameter is out of range; or the recorded run lacks a batch, has a batch
-      with a version above the batch's number, has a lag above max_lag, or has versions that
-      decrease although each batch has one version.
+    ValueError: a hyper-parameter is out of range. Or the recorded run lacks a batch; or one of its
+      batches has a lag above max_lag, or was sampled by a version above the batch's number. Or each
+      batch has one version, but the versions decrease.
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
@@ -446,7 +446,7 @@ def sample_lag(seed: int, batch: int, max_lag: int) -> int:
 
 
 def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) -> None:
-  """Raises ValueError unless 0 ≤ b − v ≤ max_lag for all versions v of batch b.
+  """Raises ValueError unless 0 ≤ b − v ≤ max_lag for each version v that has sampled a batch b.
 
   If every batch has one version, the versions must also not decrease.
   """

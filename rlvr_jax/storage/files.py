@@ -248,10 +248,10 @@ def _lock_folder(folder: pathlib.Path) -> int:
 
 
 class JsonLines:
-  """Appends JSON lines to a file; each call passes all its lines to the operating system.
+  """Appends JSON lines to a file; when `append` returns, the operating system has all its lines.
 
-  A process that is killed during a call may leave an incomplete last line. Opening the file removes
-  this line.
+  A process that is killed during `append` may leave an incomplete last line. Opening the file
+  removes this line.
   """
 
   def __init__(self, path: pathlib.Path):

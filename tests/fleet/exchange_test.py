@@ -193,7 +193,7 @@ BAD = {
   "few samples": (lambda: encoded(good(samples=good().samples[:1])), "1 samples for 2 rollouts"),
   "no outcome": (lambda: encoded(with_samples(outcome=None)), "lacks its outcome"),
   "no detail": (lambda: encoded(with_samples(outcome="crashed")), "crashed lacks its detail"),
-  "another prompt": (lambda: encoded(with_samples(prompt="?")), "lacks the prompt"),
+  "another prompt": (lambda: encoded(with_samples(prompt="?")), "sample is not the question"),
   "a missing array": (lambda: encoded(without("correct", "stopped")), "lacks the arrays correct,"),
   "an array too many": (
     lambda: with_arrays(lags=np.zeros((2, toy.RESPONSE), np.int32)),
