@@ -1,4 +1,4 @@
-"""Makes training batches from groups, files of batches, and smaller batches for scoring passes."""
+"""Training batches: made from groups, written to files, and stripped for scoring passes."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ class Batches:
         self._add_batch(stored)
 
   def take(self, number: int, before_waiting: Callable[[], None] = lambda: None) -> Batch:
-    """The batch with this number; waits for it, or for all begun batches if `waits_for_all`.
+    """The batch with this number; waits for it, or with `waits_for_all` for all begun batches.
 
     Args:
       number: the number of the batch.

@@ -348,7 +348,7 @@ def _as_format_errors() -> Iterator[None]:
   except FormatError:
     raise
   except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-    raise FormatError(f"it does not contain groups ({type(error).__name__}: {error})") from error
+    raise FormatError(f"its content is not valid ({type(error).__name__}: {error})") from error
   except safetensors.SafetensorError as error:
     raise FormatError(f"it is not a safetensors file: {error}") from error
 

@@ -88,8 +88,8 @@ def row_layout(
     length: positions of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
     devices: number of devices over which rows are split.
-    tokens_per_micro_batch: positions of a micro-batch on each device. A device gets as many whole
-      rows as fit, but at least one row.
+    tokens_per_micro_batch: the most positions of a micro-batch on each device; but each device gets
+      at least one row.
     has_short_rows: whether the last micro-batches may have short rows; no effect if every batch is
       one micro-batch.
   Raises:

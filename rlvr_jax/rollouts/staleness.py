@@ -134,7 +134,7 @@ class RecordedRun:
   def token_versions(self, draw: int) -> np.ndarray:
     """The version of each token of a draw, i32[P, G, T], −1 where no token was sampled.
 
-    If the run recorded only a version for each group, these versions: i32[P, 1, 1].
+    If the run recorded only a version for each group, the result is these versions, i32[P, 1, 1].
     """
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
