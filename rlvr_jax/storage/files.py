@@ -124,8 +124,8 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
     if error.errno not in _UNWRITABLE:
       raise
     raise error_type(
-      f"{name} cannot be written: {error.strerror}. Choose a folder in which this user can"
-      " write; a name in its path may have at most 255 bytes"
+      f"{name} cannot be written: {error.strerror}. Choose a folder that this user can write; each"
+      " name in its path may have at most 255 bytes"
     ) from error
 
 

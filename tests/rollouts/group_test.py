@@ -252,7 +252,7 @@ ATTACKS = {
   "source": (in_head(source=True), "found True, expected a whole number from 0 to"),
   "versions": (in_head(versions=[[0, 7]]), "found 7, expected a text"),
   "measured": (in_head(measured={"x": []}), "TypeError"),
-  "huge": (in_part("sizes", T=2**50), "bytes with padding, at most"),
+  "huge": (in_part("sizes", T=2**50), "bytes with padding, but at most"),
   "negative": (in_part("sizes", T=-1), "found -1, expected a whole number from 0 to"),
   "float": (in_part("sizes", T=7.0), "found 7.0, expected a whole number from 0 to"),
   "wider": (in_part("sizes", layers=3), "has the shape"),
@@ -306,7 +306,7 @@ def test_the_size_with_padding_is_bounded_by_the_reader():
   data = encode([make_group(0), make_group(1)], {})
   size = sum(array.nbytes for group in decode(data)[0] for array in group.arrays.values())
   decode(data, max_bytes=size)
-  with pytest.raises(FormatError, match="bytes with padding, at most"):
+  with pytest.raises(FormatError, match="bytes with padding, but at most"):
     decode(data, max_bytes=size - 1)
 
 
