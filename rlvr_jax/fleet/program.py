@@ -45,7 +45,7 @@ _REMEMBERED = 64  # number of the latest groups over which the median is taken
 
 
 class PolicyGoneError(RuntimeError):
-  """The files of a policy are gone, since newer policies have replaced them."""
+  """A policy cannot be restored: it was removed or replaced, or cannot be read at present."""
 
 
 class RefusedError(RuntimeError):
@@ -162,8 +162,8 @@ class Pace:
     """How many allowed times have passed since the sampler `name` was seen to begin a group.
 
     The number is rounded down; 0: the group is not late. The allowed time is the longer of
-    `_BEGUN` × `patience_s` and `_LONG` × the median time of this sampler's own groups. Until this
-    sampler has finished a group, no group is late.
+    `_BEGUN` × `patience_s` and `_LONG` × the median time of the groups that this program's own
+    sampler has finished. Until that sampler has finished a group, no group is late.
     """
     if not self._times:
       return 0

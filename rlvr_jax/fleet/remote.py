@@ -169,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; the caller must have saved all earlier groups.
+    """Waits for groups and returns at least one; the caller must have saved those of earlier calls.
 
     Raises:
       FleetError: see `look`.
@@ -180,7 +180,7 @@ class RemoteSampler:
     return groups
 
   def look(self, waited_s: float) -> list[Group]:
-    """The groups that have arrived; the caller must have saved all earlier groups.
+    """The groups that have arrived; the caller must have saved the groups of earlier calls.
 
     Args:
       waited_s: seconds since a call last returned groups.
@@ -334,8 +334,7 @@ class RemoteSampler:
     if waited > settings.deadline_s:
       raise FleetError(
         f"no group has come for {waited:.0f} s; the limit is {settings.deadline_s:.0f} s"
-        f" (config.generation_deadline_s){self._errors(view)}; still missing:"
-        f" {missing}"
+        f" (config.generation_deadline_s){self._errors(view)}; still missing: {missing}"
       )
     if self._state.is_due(now):
       who = f"{len(living)} samplers" if living else f"no sampler is running: {_START}"
