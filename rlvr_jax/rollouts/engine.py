@@ -32,8 +32,8 @@ class Usage:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
     drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts in which fewer
-      responses than slots were unfinished, because no requests were left. A response that waits
-      for a reply counts as unfinished.
+      responses than slots were unfinished, as when no requests are left. A response that waits for
+      a reply counts as unfinished.
   """
 
   slot_steps: int = 0

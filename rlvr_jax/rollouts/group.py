@@ -72,7 +72,7 @@ class Group(NamedTuple):
 
 
 class Sampler(Protocol):
-  """Samples and grades groups: in this thread, in another thread, or in other processes."""
+  """Samples and grades groups: in this thread, in another thread, or in other programs."""
 
   def offer(self, policy: Policy) -> None:
     """Gives the sampler newer weights; later requests are sampled with these or newer weights."""

@@ -179,7 +179,7 @@ class _Lane:
 
 
 class LocalSampler:
-  """Samples on the devices of this process, in the thread that calls `take` or `step`.
+  """Samples on the devices of this program, in the thread that calls `take` or `step`.
 
   The sources use the devices one after another. When a turn ends, a worker answers with a reply,
   after which the rollout continues, or with the rollout's grade.

@@ -237,7 +237,8 @@ class Schedule(NamedTuple):
   def batches_per_refresh(self, num_updates: int) -> int:
     """The median number of batches that a policy samples per refresh; 1 for sampling in real time.
 
-    A refresh gives the sampler a new policy. The policy then samples until the next refresh.
+    A refresh gives the sampler a new policy, which samples the batches that begin before the next
+    refresh.
     """
     counts = [count for count in map(self.samples, range(num_updates)) if count]
     return statistics.median_high(counts) if counts and not self.threaded else 1
@@ -256,8 +257,8 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
   """
   if schedule.threaded:
     raise ValueError(
-      "a real-time schedule has no plan, since its lags depend on the clock; its rollouts record"
-      " their versions"
+      "a real-time schedule has no plan, since its lags depend on the clock; read the versions that"
+      " its rollouts record"
     )
   sampled_by: list[int] = []
   oldest_batch = 0
@@ -460,8 +461,8 @@ def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) 
       )
     if of_batch[0] < previous and max(map(len, versions)) == 1:
       raise ValueError(
-        f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease,"
-        " such as a run that was not interrupted"
+        f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease"
+        " (where a run was interrupted, they may decrease)"
       )
     if batch - of_batch[0] > max_lag:
       raise ValueError(
