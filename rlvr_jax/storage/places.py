@@ -157,7 +157,7 @@ class Workdir:
   def publish(self, *names: str) -> None:
     """Copies new and changed files from the staging folder into the bucket.
 
-    With `names`, only these files are copied.
+    With `names`, no other files are copied.
 
     Raises:
       OSError: the bucket cannot be reached.
