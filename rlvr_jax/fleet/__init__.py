@@ -1,4 +1,4 @@
-"""A fleet: other programs sample a run's groups and exchange files through a folder or a bucket."""
+"""A fleet: other programs sample for a trainer, and all exchange files in a folder or a bucket."""
 
 __all__ = [
   "exchange",

@@ -1,11 +1,11 @@
 """The folder or bucket through which trainer and samplers of a run exchange files, without locks.
 
-  terms/E          one term per start of a trainer, with the identity that samplers must have
-  policies/E.V     version V of the policy can be restored
-  draws/E.N        a draw of problems, and which of its groups are wanted
+  terms/E          term E: one start of a trainer, with the identity that samplers must have
+  policies/E.V     says that version V of the policy can be restored
+  draws/E.N        draw N of problems, and which of its groups are requested
   groups/N.I       group I of draw N, written by the first sampler that has finished it
   samplers/NAME    a counter, and what the sampler does; only these objects are overwritten
-  ends/E           the trainer of term E has all its batches
+  ends/E           says that the trainer of term E has all its batches
 
 All objects except groups are a line of JSON with a checksum. Anybody may have written the files. So
 files whose names do not match the list are ignored, and contents are checked here. Nothing is
@@ -110,7 +110,7 @@ class Exchange:
   # --- the trainer --------------------------------------------------------------------------------
 
   def begin_term(self, identity: Mapping[str, str]) -> int:
-    """Begins the next term, and removes policies and draws of earlier terms.
+    """Begins the next term; removes earlier terms with their ends, policies and draws.
 
     Args:
       identity: properties that samplers must share with this trainer; name → text.
@@ -148,7 +148,7 @@ class Exchange:
     self._objects.remove(f"draws/{term}.{number}")
 
   def remove_group(self, place: Place) -> None:
-    """Removes a group, which is sampled again if its draw still wants it."""
+    """Removes a group, which is sampled again if its draw still requests it."""
     self._objects.remove(_group_name(place))
 
   def get_group(self, place: Place, listed: Listed) -> tuple[Group, str] | None:
@@ -159,7 +159,9 @@ class Exchange:
     """
     name = _group_name(place)
     if listed.size > MAX_GROUP_BYTES:
-      raise RecordError(f"{name} has {listed.size} bytes, at most {MAX_GROUP_BYTES} are allowed")
+      raise RecordError(
+        f"{name} has {listed.size} bytes, but at most {MAX_GROUP_BYTES} are allowed"
+      )
     if (data := self._objects.get(name)) is None:
       return None
     try:
@@ -167,7 +169,7 @@ class Exchange:
     except ValueError as error:
       raise RecordError(f"{name}: {error}") from error
     if [(group.draw, group.index) for group in groups] != [place]:
-      raise RecordError(f"{name} has other groups than its name says")
+      raise RecordError(f"{name} contains other groups than its name says")
     return groups[0], str(info.get("draw"))
 
   def remove_sampler(self, name: str) -> None:
@@ -199,11 +201,12 @@ class Exchange:
     indices = content["indices"]
     if content["number"] != number or len(content["sources"]) != size:
       raise RecordError(
-        f"draws/{term}.{number} is not a draw with the number {number} and a source per problem"
+        f"draws/{term}.{number} has the number {content['number']} and {len(content['sources'])}"
+        f" sources for {size} problems, but must have the number {number} and a source per problem"
       )
     if any(index >= size for index in indices):
       raise RecordError(
-        f"draws/{term}.{number} wants the groups {indices}, and has only {size} problems"
+        f"draws/{term}.{number} requests the groups {indices}, but has only {size} problems"
       )
     draw = draw_from_json(content)
     return WantedDraw(draw, indices, digest_draw(draw))
@@ -240,7 +243,9 @@ class Exchange:
     if (content := parse_checked_line(data)) is None:
       raise RecordError(f"{name} is damaged")
     if content.pop("format", None) != MARKER or content.keys() != fields.keys():
-      raise RecordError(f"{name} is of another version of rlvr_jax; run one version everywhere")
+      raise RecordError(
+        f"{name} was written by another version of rlvr_jax; use one version in all programs"
+      )
     for field, is_allowed in fields.items():
       if not is_allowed(content[field]):
         raise RecordError(f"{name} has {field} = {content[field]!r:.80}, which is not allowed")
@@ -262,8 +267,8 @@ def check_sampler_name(name: str) -> str:
   """Returns a sampler's name; raises ValueError if its form is not allowed."""
   if not _NAMES["samplers"].fullmatch(name):
     raise ValueError(
-      f"a sampler named {name!r}: use 1 to 80 letters, digits, - and _, beginning with a letter or"
-      " digit"
+      f"{name!r} is not allowed as a sampler's name: use 1 to 80 letters, digits, - and _,"
+      " beginning with a letter or digit"
     )
   return name
 

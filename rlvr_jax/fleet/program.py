@@ -1,8 +1,8 @@
 """The program of a sampler: samples groups of the trainer's draws until the run ends.
 
-The names of the living samplers determine which sampler takes which group, see `Orders`, without
-any messages. Other samplers may also take a late group. Such a group may be sampled twice; then the
-first file counts.
+The names of the living samplers determine which sampler takes which group, see `Orders`; samplers
+need no messages for this. If a group is late, other samplers may also take it. If two samplers then
+finish the group, the first file counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REMEMBERED = 64  # number of the latest groups over which the median is taken
 
 
 class PolicyGoneError(RuntimeError):
-  """A policy is no longer published, since newer policies have replaced it."""
+  """A policy cannot be restored: it was removed or replaced, or cannot be read at present."""
 
 
 class RefusedError(RuntimeError):
@@ -83,10 +83,11 @@ class Step(NamedTuple):
 
 
 class Orders:
-  """An order of samplers for each group: the first takes the group, the next takes a late group.
+  """An order of samplers for each group: the first takes it; if it is late, the next may take it.
 
-  Which of two samplers comes first does not depend on the other samplers. So when a sampler joins,
-  only the groups that it takes change; when a sampler dies, only its groups go to other samplers.
+  Which of two samplers comes first does not depend on the other samplers. So a sampler that joins
+  takes some groups from the others, and all other groups stay with their samplers. When a sampler
+  dies, only the groups of this sampler go to other samplers.
   """
 
   def __init__(self, names: Sequence[str]):
@@ -111,7 +112,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Pace:
-  """Measures how long groups take and which groups are late, by the observer's own clock."""
+  """Measures how long groups take and which groups are late, by the clock of this machine."""
 
   def __init__(self, patience_s: float, clock: Callable[[], float]):
     """Starts without any observation.
@@ -150,15 +151,19 @@ class Pace:
     }
 
   def patiences(self, number: int) -> int:
-    """Full `patience_s` intervals since this draw became the oldest; 0 for every other draw."""
+    """How many times `patience_s` has passed since this draw became the oldest that lacks groups.
+
+    The number is rounded down; it is 0 for a draw that is not the oldest.
+    """
     oldest, since = self._oldest
     return int((self._clock() - since) / self._patience_s) if number == oldest else 0
 
   def times_late(self, place: Place, name: str) -> int:
-    """Full allowed times since the sampler `name` was seen to begin a group; 0: it is not late.
+    """How many allowed times have passed since the sampler `name` was seen to begin a group.
 
-    The allowed time is the longer of `_BEGUN` × `patience_s` and `_LONG` × the median time of the
-    observer's own groups. Until the observer has finished a group, no group is late.
+    The number is rounded down; 0: the group is not late. The allowed time is the longer of
+    `_BEGUN` × `patience_s` and `_LONG` × the median time of the groups that this program's own
+    sampler has finished. Until that sampler has finished a group, no group is late.
     """
     if not self._times:
       return 0
@@ -251,7 +256,7 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether `policy` must wait for groups in progress: if it is no newer than their policy."""
+    """Whether groups in progress must end before `policy` samples: if their policy is not older."""
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:
@@ -417,7 +422,7 @@ def run_sampler(
   stop: Callable[[], bool] = lambda: False,
   say: Callable[[str], None] = print,
 ) -> None:
-  """Samples for the trainer until it has all its batches.
+  """Samples for the trainer until the trainer has all its batches.
 
   Args:
     exchange: the run's folder or bucket in which trainer and samplers exchange files.
@@ -425,7 +430,7 @@ def run_sampler(
     settings: the settings of this sampler.
     restore: (version, fingerprint) → the policy's parameters. It is called in a thread, while the
       sampler continues. Both `restore` and the sampler's `offer` may raise PolicyGoneError.
-    ends_run: errors that any sampler would meet, so that they end the run.
+    ends_run: classes of errors that any sampler would meet; such an error also ends the run.
     stop: whether to end now, as after a signal.
     say: prints a line.
   Raises:

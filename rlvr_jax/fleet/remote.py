@@ -120,7 +120,7 @@ class _State:
 
 
 class RemoteSampler:
-  """A `Sampler` whose groups other programs sample; they read its draws from an exchange."""
+  """A `Sampler` whose groups are sampled by other programs, which read the draws in an exchange."""
 
   def __init__(
     self,
@@ -150,7 +150,7 @@ class RemoteSampler:
     self._state = _State(dict(fingerprints or {}), Watch(settings.silent_s, clock), clock())
 
   def offer(self, policy: Policy) -> None:
-    """Publishes newer weights."""
+    """Writes newer weights for the samplers, and announces them once they can be restored."""
     fingerprint, term = policy.fingerprint(), self._term
     self._state.fingerprints[policy.version] = fingerprint
     self._publish(policy, lambda: self._exchange.announce(term, policy.version, fingerprint))
@@ -169,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; groups of earlier calls must have been saved.
+    """Waits for groups and returns at least one; the caller must have saved those of earlier calls.
 
     Raises:
       FleetError: see `look`.
@@ -186,11 +186,14 @@ class RemoteSampler:
       waited_s: seconds since a call last returned groups.
     Raises:
       FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
-        arrived before the deadline, another trainer has begun, or no group is wanted.
+        arrived before the deadline, another trainer has begun, or no requested group is missing.
     """
     self._remove_complete()
     if not self._state.open:
-      raise FleetError("no groups are wanted; this is a bug in the caller of `want`")
+      raise FleetError(
+        "`want` has requested no group that is still missing; this is a bug in the code that"
+        " calls the sampler"
+      )
     view = self._exchange.look()
     if view.term != self._term:
       raise FleetError(
@@ -213,8 +216,8 @@ class RemoteSampler:
     """Metrics: samplers that are alive, and counts since the start.
 
     `late_groups` arrived after their draw was complete; `dropped_groups` are sampled again.
-    `duplicate_groups` and `duplicate_tokens` count groups that a living sampler finished after
-    another sampler.
+    `duplicate_groups` counts groups that a living sampler finished after another sampler, and
+    `duplicate_tokens` counts the tokens in these groups.
     """
     view = self._exchange.look()
     living = self._state.watch.look(view.samplers)
@@ -288,7 +291,7 @@ class RemoteSampler:
         return True
       if known.get(version) != fingerprint:
         raise RecordError(
-          f"version {version} had the fingerprint {fingerprint} at the sampler, and has"
+          f"version {version} had the fingerprint {fingerprint} at the sampler, but has"
           f" {known.get(version)} at the trainer"
         )
     return False
@@ -325,13 +328,13 @@ class RemoteSampler:
     missing = self._describe_missing()
     if not living and waited > settings.alone_s:
       raise FleetError(
-        f"no sampler is running{self._errors(view)}, and {missing} are missing for {waited:.0f} s:"
-        f" {_START}"
+        f"no sampler is running{self._errors(view)}, and {missing} have been missing for"
+        f" {waited:.0f} s: {_START}"
       )
     if waited > settings.deadline_s:
       raise FleetError(
         f"no group has come for {waited:.0f} s; the limit is {settings.deadline_s:.0f} s"
-        f" (config.generation_deadline_s){self._errors(view)}; {missing}"
+        f" (config.generation_deadline_s){self._errors(view)}; still missing: {missing}"
       )
     if self._state.is_due(now):
       who = f"{len(living)} samplers" if living else f"no sampler is running: {_START}"
@@ -377,7 +380,10 @@ def check_group(group: Group, draw: Draw, allowed: Allowed) -> None:
   for name, array in group.arrays.items():
     expected = example.arrays[name]
     if (array.shape, array.dtype) != (expected.shape, expected.dtype):
-      raise RecordError(f"{name} is {array.dtype} {array.shape}, not {expected.shape}")
+      raise RecordError(
+        f"{name} has the shape {array.shape}, expected {expected.shape}, and the dtype"
+        f" {array.dtype}, expected {expected.dtype}"
+      )
   _check_values(group.arrays, allowed)
   _check_versions(group, draw, has_versions=bool(example.versions))
   _check_samples(group, draw.problems[group.index].question)
@@ -412,18 +418,20 @@ def _check_versions(group: Group, draw: Draw, *, has_versions: bool) -> None:
   is_one = of_tokens is not None or len(versions) < 2
   if found != versions or bool(versions) != has_versions or not is_one:
     raise RecordError(
-      f"it has the versions {sorted(versions)} and its tokens {sorted(found)}, which no sampler of"
-      " this run writes"
+      f"it has the versions {sorted(versions)} and its tokens have the versions {sorted(found)}, a"
+      " combination that no sampler of this run writes"
     )
 
 
 def _check_samples(group: Group, question: str) -> None:
   """Raises RecordError unless a group's samples belong to a problem and are graded."""
   if len(group.samples) != len(group.arrays["tokens"]):
-    raise RecordError(f"it has {len(group.samples)} samples")
+    raise RecordError(
+      f"it has {len(group.samples)} samples for {len(group.arrays['tokens'])} rollouts"
+    )
   for sample in group.samples:
     if sample.get("prompt") != question:
-      raise RecordError("a sample lacks the prompt of its problem")
+      raise RecordError("the prompt of a sample is not the question of its problem")
     if not isinstance(sample.get("outcome"), str):
       raise RecordError("a sample lacks its outcome")
     if sample["outcome"] in _EXPLAINED and not isinstance(sample.get("detail"), str):

@@ -1,4 +1,4 @@
-"""Makes batches of rollouts from draws of problems; `staleness` says which policy samples them."""
+"""Makes batches of rollouts; `staleness` says which version of the policy samples each batch."""
 
 __all__ = [
   "answers",

@@ -46,7 +46,7 @@ def _same(value: JSON) -> JSON:
 
 
 def in_this_process(action: Callable[[], JSON]) -> list[Any]:
-  """Runs an action and returns [its result]; `Processes.gather` for a run of one process."""
+  """Runs an action and returns [its result]; `Processes.gather` if a run has only one process."""
   return [action()]
 
 

@@ -1,4 +1,4 @@
-"""Makes training batches from groups, writes batches to files, and reduces batches for scoring."""
+"""Training batches: made from groups, written to files, and stripped for scoring passes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
   """Reads a batch that `write_batch` has written.
 
   Raises:
-    DamagedError, FormatError: the file has another format, or is damaged.
+    DamagedError: the file is damaged.
+    FormatError: the file has another format.
   """
   return train_batch(decode(path.read_bytes())[0])
 

@@ -40,7 +40,7 @@ class DynamicSamplingError(RuntimeError):
 
 
 class FingerprintError(RuntimeError):
-  """The parameters that sampled rollouts differ from the trainer's parameters of that version."""
+  """The parameters that sampled rollouts are not the trainer's parameters of the same version."""
 
 
 class Position(NamedTuple):
@@ -141,7 +141,7 @@ class BatchSettings:
   """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: number of groups in a batch from each source; a source of recorded groups is the last.
+    quotas: number of groups in a batch from each source; a source of recorded groups comes last.
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.
@@ -213,7 +213,7 @@ class _CompleteDraw(NamedTuple):
 
 
 class MeasuredSampler(Sampler, Protocol):
-  """A sampler that reports seconds and counts of sampling, and finished groups."""
+  """A `Sampler` that can be polled without a wait, and that measures its own work."""
 
   def poll(self) -> list[Group]:
     """Returns the groups that are finished, like `take`, but does not wait."""
@@ -251,7 +251,7 @@ class Batches:
 
     Args:
       inputs: the objects that groups come from.
-      store: keeps every group and batch; only the first process writes it.
+      store: keeps every group and batch; only the first process writes the store.
       settings, run: the settings of batches, and the run's functions.
     """
     self._inputs, self._store, self._settings, self._run = inputs, store, settings, run
@@ -263,7 +263,7 @@ class Batches:
   # --- as the loop sees it ------------------------------------------------------------------------
 
   def sample_with(self, sampler: MeasuredSampler, *, are_kept: bool) -> None:
-    """Takes groups from another sampler from now on; all requested groups must have arrived.
+    """Replaces the sampler; all groups that were requested before must have arrived.
 
     Args:
       sampler: gives the groups from now on.
@@ -306,7 +306,7 @@ class Batches:
         self._add_batch(stored)
 
   def take(self, number: int, before_waiting: Callable[[], None] = lambda: None) -> Batch:
-    """The batch with this number; waits for it, or for all batches that have begun.
+    """The batch with this number; waits for it, or with `waits_for_all` for all begun batches.
 
     Args:
       number: the number of the batch.
@@ -620,7 +620,7 @@ def join_timings(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def joined_measurements(groups: Sequence[Group]) -> dict[str, float]:
-  """The measurements of the programs that sampled groups, joined by `join_measurements`."""
+  """The measurements in `Group.measured` of all groups, joined by `join_measurements`."""
   found: dict[str, list[float]] = {}
   for group in groups:
     for name, value in group.measured.items():
@@ -629,6 +629,6 @@ def joined_measurements(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def join_measurements(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-  """Joins measurements by name: the mean of means, the maximum of maxima, the sum of counts."""
+  """Joins measurements of the same name: the mean of means, maximum of maxima, or sum of counts."""
   join = lambda name: np.max if name.endswith("_max") else np.sum if "_draws" in name else np.mean
   return {name: float(join(name)(values)) for name, values in found.items()}

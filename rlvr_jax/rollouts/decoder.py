@@ -7,10 +7,10 @@ host.
 A layer with attention has a KV cache. A gated DeltaNet has a state, which a burst carries from
 token to token; the state changes only in running slots.
 
-The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
-neighbors or the order of requests. To ensure this, every matrix product has a fixed number of rows
-and more than one column, a burst always begins at a multiple of its length, and blocks of the cache
-are accumulated in order (`ops.decoding`).
+The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, on the
+rollouts in other slots, or on the order of requests. To ensure this, every matrix product has a
+fixed number of rows and more than one column, a burst always begins at a multiple of its length,
+and blocks of the cache are accumulated in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply a prefill
 computes the response's cache again, up to the last multiple of a burst's length. The next burst
@@ -298,15 +298,15 @@ def prefill(
   *,
   settings: Settings,
 ) -> Prefilled:
-  """Computes the KV caches of prompts, per layer [K, blocks, R, block, H], and DeltaNet states.
+  """Computes the KV caches of prompts, in the layout of `ops.caches`, and the DeltaNet states.
 
   Args:
     params: the result of `Model.decoding_params`.
-    tokens: i32[R, S], right-padded; S is a multiple of the block. If dialogues continue, each row
-      has the prompt and the tokens of the response so far.
+    tokens: i32[R, S], right-padded; S is a multiple of the cache's block size. If dialogues
+      continue, each row has the prompt and the tokens of the response so far.
     lengths: i32[R], the number of tokens in each row; None: S in every row.
     prompt: i32[R], for dialogues that continue: the number of tokens in the prompt's cache, all but
-      the prompt's last token. That token is the first in the response's cache.
+      the prompt's last token. The last token is the first in the response's cache.
   """
   # Prompts attend to keys and values as their caches will hold them, like decoded tokens.
   attended = (read_back,) if settings.cache_format else ()
@@ -351,7 +351,10 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts and earlier turns of dialogues into slots and starts the slots; donate `state`."""
+  """Copies prefilled caches and states, of prompts and of dialogues that continue, into slots.
+
+  The slots with new contents run from now on. The caller should donate `state`.
+  """
   new = jnp.asarray(fresh.row >= 0)
 
   def put(cached: Array, prompts: Array) -> Array:
@@ -702,8 +705,8 @@ def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
 def cached_heads(heads: Heads, tensor: int) -> int:
   """Number of key/value heads in the cache, copies included.
 
-  Heads are copied so that each device has exactly one if `tensor` is a multiple of the number of
-  key/value heads and divides the number of query heads.
+  If `tensor` is a multiple of the number of key/value heads and divides the number of query heads,
+  heads are copied so that each device has exactly one key/value head.
 
   Args:
     heads: the head counts of the layer.
@@ -727,7 +730,8 @@ def logprobs_dtype(settings: Settings) -> jnp.dtype:
 def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
   """Shardings of the state and of the results that the host reads; None without a mesh.
 
-  Slots are split over (data, fsdp). Heads are split over `tensor` if its size divides their number.
+  Slots are split over the mesh axes (data, fsdp). Heads are split over the axis `tensor` if the
+  size of this axis divides the number of heads.
   """
   mesh = settings.model.mesh
   if mesh is None:
@@ -763,8 +767,8 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
 def loaded_shardings(model: DecodedModel) -> Params | None:
   """Shardings of the results of `load_layer` ("blocks") and `load_others`; None without a mesh.
 
-  Without these shardings XLA may put the complete parameters on every device if the parameters that
-  it gets are sharded in another way.
+  Without these shardings, XLA may put the complete parameters on every device if the programs'
+  arguments are sharded in another way.
   """
   if model.mesh is None or model.decoding_shardings is None:
     return None

@@ -111,7 +111,7 @@ class Dialogues:
     return None if kept is None else first + kept
 
   def step(self, rollout: Rollout, problem: Problem, seed: int) -> Future[Turn | Failure]:
-    """The environment's answer to a turn; the first turn begins the dialogue."""
+    """A future of the environment's answer to a turn; the first turn begins the dialogue."""
     text, pool = self._last_turn(rollout), self.pool
     if rollout.place in self._started:
       started = self._started[rollout.place].result()
@@ -146,7 +146,7 @@ class Dialogues:
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
     """What an environment's turn means: a reply, i32[n] tokens, or the dialogue's grade.
 
-    None if the dialogue has ended and a grader judges it.
+    The result is None if the dialogue has ended and a grader judges it.
     """
     if turn.done:
       if turn.score is None:
@@ -237,7 +237,7 @@ def _without(text: str, cut: str, kept: int) -> str:
 
 
 def turn_start(rollout: Rollout, length: int) -> int:
-  """The index of the first token of the last turn, in a response of this length."""
+  """The index of the first token of the last turn within the first `length` response tokens."""
   turns = rollout.arrays["turns"][:length]
   return int(np.argmax(turns == turns[-1]))
 

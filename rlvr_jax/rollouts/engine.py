@@ -31,9 +31,9 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts with fewer unfinished
-      responses than slots, since requests had run out. A response that waits for a reply counts as
-      unfinished.
+    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts in which fewer
+      responses than slots were unfinished, as when no requests are left. A response that waits for
+      a reply counts as unfinished.
   """
 
   slot_steps: int = 0
@@ -49,13 +49,13 @@ class Usage:
     self.drain_tokens += tokens * drain
 
   def since(self, earlier: Usage) -> Self:
-    """The counts since `earlier`, a copy of this record."""
+    """The counts since `earlier`, which is an earlier copy of this record."""
     return type(self)(**{k: value - getattr(earlier, k) for k, value in vars(self).items()})
 
 
 @dataclasses.dataclass
 class SlotUsage(Usage):
-  """Counts of an engine's slots, with the costs of replies.
+  """`Usage` with the costs of an environment's replies in dialogues.
 
   Attributes:
     idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
@@ -80,7 +80,7 @@ class Rollout:
     place: identifies the rollout for the caller, see `Place`; the engine only names it in errors.
     prompt: i32[n], n ≥ 1 tokens.
     key: u32[2], data of the rollout's PRNG key.
-    arrays: arrays by name, from `Engine.rollout`, which the engine fills in place.
+    arrays: arrays by name, made by `Engine.rollout`; the engine fills the arrays in place.
     plan: i32[n], n ≥ 1, the version that samples each token of the response; all tokens after the
       first n are sampled by the last version. None: the newest version samples.
     length: number of tokens of the response so far.
@@ -233,9 +233,9 @@ class _Weights:
     version = self.version(rollout)
     if version not in self.loaded:
       raise MissingWeightsError(
-        f"version {version} is to sample token {rollout.length} of rollout {rollout.place} (draw,"
-        f" group, number in the group), but the engine has the versions {sorted(self.loaded)}: give"
-        " the engine these weights by `swap` first"
+        f"version {version} must sample token {rollout.length} of rollout {rollout.place} (draw,"
+        " group, number in the group), but the engine has only the weights of the versions"
+        f" {sorted(self.loaded)}: give it the weights of version {version} by `swap` first"
       )
     return self.loaded[version]
 
@@ -369,7 +369,7 @@ class Engine:
     programs: EnginePrograms,
     find_stop: Callable[[Rollout, int], int | None] | None = None,
   ):
-    """Starts with empty slots, which take memory of devices only while rollouts are decoded.
+    """Starts with empty slots; slots take device memory only while rollouts are decoded.
 
     Args:
       programs: the programs that this engine runs.
@@ -442,7 +442,7 @@ class Engine:
     """Appends the environment's reply to a turn that has ended; the policy's next turn follows.
 
     Args:
-      rollout: the result of `burst`.
+      rollout: a rollout that `burst` has returned.
       reply: i32[n], n ≥ 1 tokens; the response must have room for more than n tokens.
     """
     steps, before = self.settings.shape.steps, rollout.length
@@ -452,7 +452,7 @@ class Engine:
     self.usage.add_costs(rebuilt_tokens=len(context.tokens))
 
   def swap(self, version: int, params: Params, *, rebuild: bool = False) -> None:
-    """Lets a version sample from the next burst on; earlier versions are kept for plans.
+    """Lets a version sample from the next burst on; keeps earlier versions' weights for plans.
 
     Args:
       version: the number of the version.

@@ -251,7 +251,7 @@ def turn_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def route_statistics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-  """The number of bytes of recorded routes for each token of a response.
+  """The metric `routing/bytes_per_token`: bytes of recorded routes per token of a response.
 
   The routes of a prompt, which are recorded once for its group, are included.
   """

@@ -1,4 +1,4 @@
-"""Types for samplers, which take policies and draws and return graded groups; files of groups.
+"""What samplers take (policies, draws) and return (graded groups), and the files of groups.
 
 `ARRAYS` lists every array that a group may have. The functions that cut and restore padding, join
 groups of different widths, and store groups read this list.
@@ -41,7 +41,7 @@ _PADDED = ("S", "T")  # the axes with padding
 
 
 class Policy(NamedTuple):
-  """A policy with its weights, which samplers take."""
+  """A policy with its weights, in the form that samplers take."""
 
   version: int  # number of updates that the policy has had
   params: Params
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
 
 
 class Draw(NamedTuple):
-  """Problems that are sampled together; with dynamic sampling a batch may need several."""
+  """Problems that are sampled together; with dynamic sampling a batch may need several draws."""
 
   number: int
   problems: list[Problem]  # P
@@ -158,13 +158,13 @@ def check_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
     dtype = getattr(array, "dtype", type(array).__name__)
     if not isinstance(array, np.ndarray) or str(dtype) not in kind.dtype.split("|"):
       allowed = kind.dtype.replace("|", " or ")
-      raise TypeError(f"{name!r} is of type {dtype}, must be a NumPy array of {allowed}")
+      raise TypeError(f"{name!r} is of type {dtype}, but must be a NumPy array of {allowed}")
     found = dict(zip(kind.axes, array.shape, strict=False))
     if array.ndim != len(kind.axes) or any(sizes.get(a, n) != n for a, n in found.items()):
       known = {axis: sizes[axis] for axis in kind.axes if axis in sizes}
       raise ValueError(
-        f"{name!r} has the shape {array.shape}, must have the axes [{kind.layout}]"
-        + (f", with {known} as in the group's other arrays" if known else "")
+        f"{name!r} has the shape {array.shape}, but must have the axes [{kind.layout}]"
+        + (f", with the sizes {known} of the group's other arrays" if known else "")
       )
     sizes |= found
   return sizes
@@ -173,8 +173,8 @@ def check_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 def _kind(name: str) -> Kind:
   if name not in ARRAYS:
     raise ValueError(
-      f"{name!r} is not an array of a group: known are {', '.join(ARRAYS)}; add a line to ARRAYS in"
-      " rollouts/group.py"
+      f"{name!r} is not an array of a group. Known arrays are {', '.join(ARRAYS)}; for a new array,"
+      " add a line to ARRAYS in rollouts/group.py"
     )
   return ARRAYS[name]
 
@@ -216,9 +216,9 @@ def join(groups: Sequence[Group], *, pad_token: int = 0) -> dict[str, np.ndarray
   names = groups[0].arrays.keys()
   for group in groups:
     if group.arrays.keys() != names:
-      one, other = (f"{g.index} of draw {g.draw}" for g in (groups[0], group))
+      one, other = (f"group {g.index} of draw {g.draw}" for g in (groups[0], group))
       raise ValueError(
-        f"groups {one} and {other} cannot be joined: only one of them has the arrays"
+        f"{one} and {other} cannot be joined, since these arrays are in only one of the two groups:"
         f" {sorted(names ^ group.arrays.keys())}"
       )
   sizes = [check_arrays(group.arrays) for group in groups]
@@ -312,7 +312,7 @@ def read_info(read_start: Callable[[int], bytes]) -> JsonObject:
   """The info of a file of groups; only the beginning of the file is read.
 
   Args:
-    read_start: number of bytes → these first bytes of the file, or fewer if the file is shorter.
+    read_start: n → the first n bytes of the file, or the whole file if it is shorter.
   Raises:
     DamagedError: the info is not as it was written; damage in other parts may go unnoticed.
     FormatError: the file has another format.
@@ -330,11 +330,13 @@ def _read_content(header: bytes) -> JsonObject:
     if checksum != f"{zlib.crc32(content.encode()):08x}":
       raise ValueError("the metadata do not match their checksum")
   except (ValueError, KeyError, TypeError, RecursionError) as error:
-    raise DamagedError(f"the beginning is damaged: {error}") from error
+    raise DamagedError(f"the beginning of the file is damaged: {error}") from error
   with _as_format_errors():
     found = json.loads(content)
     if found["format"] != MARKER:
-      raise FormatError(f"the format is {found['format']!r}, this version reads {MARKER!r}")
+      raise FormatError(
+        f"the format is {found['format']!r}, but this version reads only {MARKER!r}"
+      )
     return {"info": dict(found["info"]), "groups": list(found["groups"])}
 
 
@@ -346,9 +348,9 @@ def _as_format_errors() -> Iterator[None]:
   except FormatError:
     raise
   except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-    raise FormatError(f"not the contents of groups ({type(error).__name__}: {error})") from error
+    raise FormatError(f"its content is not valid ({type(error).__name__}: {error})") from error
   except safetensors.SafetensorError as error:
-    raise FormatError(f"not a safetensors file: {error}") from error
+    raise FormatError(f"it is not a safetensors file: {error}") from error
 
 
 def _to_json(what: str, value: JSON) -> str:
@@ -426,7 +428,7 @@ def _read_groups(
   by_group: list[dict[str, np.ndarray]] = [{} for _ in heads]
   for full_name, array in stored.items():
     if not (match := _ARRAY_NAME.fullmatch(full_name)):
-      raise FormatError(f"an array has the name {full_name!r:.80}, expected one such as '0.tokens'")
+      raise FormatError(f"an array has the name {full_name!r:.80}, not a name such as '0.tokens'")
     by_group[int(match[1])][match[2]] = array
   groups = []
   for head, arrays in zip(heads, by_group, strict=True):
@@ -457,13 +459,13 @@ def _restore(
   total = sum(array.itemsize * math.prod(shapes[name]) for name, array in arrays.items())
   if total > max_bytes:
     raise FormatError(
-      f"the arrays take {total} bytes with padding, at most {max_bytes} are allowed"
+      f"the arrays take {total} bytes with padding, but at most {max_bytes} are allowed"
     )
   for axis, found in lengths.items():
     if len(found) != (1 if axis == "S" else sizes["G"]) or max(found, default=0) > sizes[axis]:
       raise FormatError(
-        f"the lengths {found!s:.80} for an axis {axis} do not fit the sizes {sizes}: each row needs"
-        " one length, at most the size of its axis"
+        f"the lengths {found!s:.80} along the axis {axis} do not fit the sizes {sizes}: each row"
+        " needs one length, which is at most the size of this axis"
       )
   restored = {}
   for name, array in arrays.items():
@@ -483,14 +485,15 @@ def _restore(
     restored[name][places] = array
   if check_arrays(restored) != sizes:
     raise FormatError(
-      f"the file states axes of {sizes}, but its arrays have axes of {check_arrays(restored)}"
+      f"the file states the axis sizes {sizes}, but its arrays have the axis sizes"
+      f" {check_arrays(restored)}"
     )
   return restored
 
 
 def _count(value: object) -> int:
   if type(value) is not int or not 0 <= value < 2**53:
-    raise FormatError(f"found {value!r:.80}, expected a whole number")
+    raise FormatError(f"found {value!r:.80}, expected a whole number from 0 to 2**53 − 1")
   return value
 
 

@@ -88,7 +88,8 @@ def row_layout(
     length: positions of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
     devices: number of devices over which rows are split.
-    tokens_per_micro_batch: positions on each device, rounded down to whole rows; at least one row.
+    tokens_per_micro_batch: the most positions of a micro-batch on each device; but each device gets
+      at least one row.
     has_short_rows: whether the last micro-batches may have short rows; no effect if every batch is
       one micro-batch.
   Raises:
@@ -115,8 +116,8 @@ def row_layout(
   if places > _MAX_INT32:
     raise ValueError(
       f"config.batch: {prompts} prompts with {group_size} rollouts each may need {places} positions"
-      f" in rows of {length} tokens, at most {_MAX_INT32}; lower batch.prompts, batch.group_size or"
-      " batch.tokens_per_row"
+      f" in rows of {length} tokens, but at most {_MAX_INT32} are possible; lower batch.prompts,"
+      " batch.group_size or batch.tokens_per_row"
     )
   return RowLayout(
     length=length,
@@ -129,12 +130,12 @@ def row_layout(
 
 
 def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
-  """The row layout for one group per device, with rows as long as a batch's and no short rows.
+  """The row layout for one group per device, with rows of the same length but without short rows.
 
   Args:
-    layout: the layout of a batch.
-    shape: the shape of the batch; its P is not used.
-    devices: devices that rows are split over.
+    layout: the layout of a batch, which gives the length of a row.
+    shape: the shape of the batch; the number of prompts P is not used.
+    devices: number of devices over which rows are split.
   """
   prompt = _round_up(shape.max_prompt_length - 1, layout.alignment)
   rollout = _round_up(shape.max_response_length, layout.alignment)

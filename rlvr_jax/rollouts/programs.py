@@ -45,7 +45,10 @@ class Ahead(Generic[Result]):
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "compiles ahead")
 
   def begin(self, key: Hashable, *arguments: Any, **static: Hashable) -> None:
-    """Begins to compile for arguments or their shapes, unless `key` has been compiled or begun."""
+    """Begins to compile the version for these arguments or shapes; does nothing for a known `key`.
+
+    A later call of `find` with the same `key` returns the compiled version.
+    """
     if key in self._compiled:
       return
     shapes = jax.tree.map(_shape_on_devices, arguments)
@@ -53,7 +56,7 @@ class Ahead(Generic[Result]):
     self._compiled[key] = self._thread.submit(compile_it)
 
   def find(self, key: Hashable) -> Callable[..., Result] | None:
-    """Waits for a compilation that was begun and returns its program; None if none was begun."""
+    """Waits for the compilation begun with `key` and returns its result; None if none was begun."""
     begun = self._compiled.get(key)
     return None if begun is None else begun.result()
 
@@ -132,8 +135,8 @@ class Prefills:
 
     Args:
       prefill: `decoder.prefill`, jitted.
-      expected: shapes of prompts for which a thread compiles the program, one after another, once
-        `find` has parameters.
+      expected: shapes of prompts for which a thread compiles the program, one after another, from
+        the first call of `find` on, which gets parameters.
     """
     self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead[Prefilled](prefill)
 

@@ -47,7 +47,8 @@ class RecordedGroups:
       routes: (layers, experts, experts per token) of the mixture whose routes the rollouts must
         have; None: recorded routes are dropped.
     Raises:
-      StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
+      StoreError: the folder is not a store; the store is empty or lacks one of the batches; or the
+        rollouts have another tokenizer, group size or mixture, or larger limits on their lengths.
     """
     self._store = RolloutStore(directory, writable=False)
     self._sizes = {"S": max_prompt_length, "T": max_response_length, "pad_token": pad_token}
@@ -68,23 +69,23 @@ class RecordedGroups:
       stored_values = sorted({info[name] for info in infos})
       if stored_values != [value]:
         raise StoreError(
-          f"the store {directory} has rollouts of {name} = {stored_values}, this run has {value!r}:"
-          " set this run's value to the store's, or choose another store"
+          f"the rollouts in the store {directory} have {name} = {stored_values}, but this run has"
+          f" {name} = {value!r}: set this run's value to the store's, or choose another store"
         )
     stored_routes = {tuple(info["routes"]) if "routes" in info else None for info in infos}
     if routes is not None and stored_routes != {routes}:
       raise StoreError(
-        f"the store {directory} has {_name_routes(stored_routes)}, this run needs"
-        f" {_name_routes({routes})}: set config.model.routing = 'recomputed' and record_routes ="
-        " False, or choose another store"
+        f"the store {directory} has {_name_routes(stored_routes)}, but this run needs"
+        f" {_name_routes({routes})}: set config.model.routing = 'recomputed' and"
+        " config.model.record_routes = False, or choose another store"
       )
     limits = dict(max_prompt_length=max_prompt_length, max_response_length=max_response_length)
     for name, limit in limits.items():
       longest = max(info[name] for info in infos)
       if longest > limit:
         raise StoreError(
-          f"the store {directory} has {name} = {longest}, this run {limit}: raise config.{name} to"
-          f" {longest}"
+          f"the rollouts in the store {directory} have {name} = {longest}, but this run has only"
+          f" {name} = {limit}: raise config.{name} to {longest}"
         )
 
   def __len__(self) -> int:

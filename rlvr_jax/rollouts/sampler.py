@@ -1,7 +1,7 @@
 """Samplers: `LocalSampler` works in the thread that calls it, `ThreadSampler` in its own thread.
 
 A sampler is offered policies and asked for groups of draws; it returns graded groups in any order.
-The content of a rollout depends only on its draw, its index in the draw and its policy. The time of
+The content of a rollout depends only on its draw, its place in the draw and its policy. The time of
 sampling and the other rollouts in the slots have no effect.
 """
 
@@ -179,7 +179,7 @@ class _Lane:
 
 
 class LocalSampler:
-  """Samples with the devices of this program; works while `take` is called.
+  """Samples on the devices of this program, in the thread that calls `take` or `step`.
 
   The sources use the devices one after another. When a turn ends, a worker answers with a reply,
   after which the rollout continues, or with the rollout's grade.
@@ -215,7 +215,7 @@ class LocalSampler:
     """Gives the sampler a newer policy.
 
     With FINISH, the policy samples the groups that have not begun. With SWITCH or RECOMPUTE, it
-    samples all tokens from the next burst on. If draws have plans, the plans decide.
+    samples all tokens from the next burst on. If draws have plans, the plans decide instead.
     """
     settings = self._settings
     needed = settings.oldest_needed(policy.version)
@@ -246,18 +246,21 @@ class LocalSampler:
 
     Raises:
       SamplerStoppedError: there was nothing to decode, and no grader or environment answered within
-        the deadline; or no group is wanted.
+        the deadline; or no requested group is missing.
     """
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:
       if not self.is_busy:
-        raise SamplerStoppedError("no groups are wanted; this is a bug in the caller of `want`")
+        raise SamplerStoppedError(
+          "`want` has requested no group that is still missing; this is a bug in the code that"
+          " calls the sampler"
+        )
       if self.step():
         since = time.monotonic()
       elif self._answers.any_process(time.monotonic() - since >= deadline_s):
         raise SamplerStoppedError(
-          f"no answer of a grader or an environment came for {deadline_s:g} s; missing are"
-          f" {self._describe_missing()}. {_IF_LATE}"
+          f"no answer of a grader or an environment came for {deadline_s:g} s; these groups"
+          f" are missing: {self._describe_missing()}. {_IF_LATE}"
         )
     return self.poll()
 

@@ -37,8 +37,8 @@ class Source(NamedTuple):
 
   name: str
   prompts: int  # number of groups in every batch
-  # The sampled distribution. It is not known for recorded groups: then the trained policy's
-  # distribution, with which their behavior log-probabilities are compared.
+  # The sampled distribution. For recorded groups, whose distribution is not known, this is the
+  # trained policy's distribution, with which their behavior log-probabilities are compared.
   sampling: Sampling
   engine: EnginePrograms | None = None  # the programs that sample; None if groups are recorded
   recorded: RecordedGroups | None = None  # recorded groups, in place of an engine
@@ -55,13 +55,15 @@ class Source(NamedTuple):
 
   @property
   def programs(self) -> EnginePrograms:
-    """The programs that sample from the source.
+    """The compiled programs that sample from the source.
 
     Raises:
       ValueError: the rollouts of the source are recorded.
     """
     if self.engine is None:
-      raise ValueError(f"the source {self.name} has recorded groups, and no programs that sample")
+      raise ValueError(
+        f"the source {self.name} consists of recorded groups, so it has no programs that sample"
+      )
     return self.engine
 
   @property

@@ -1,7 +1,8 @@
 """Staleness schedules: which policy samples each batch, and which batch each update uses.
 
-Updates t and batches b count from 0. The version v of a policy is the number of updates before it.
-The lag of update t is t − v, where v is the version that sampled its batch.
+Updates and batches are numbered from 0. The version of a policy is the number of updates that the
+policy has had. If update t trains on a batch that version v has sampled, the lag of update t is
+t − v.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ class Drawn(NamedTuple):
 
 
 class RecordedRun:
-  """A run's record of its batches: versions, and how problems were drawn.
+  """The record of a run's batches: which versions sampled them, and how their problems were drawn.
 
   Attributes:
     name: the name of the run, for messages.
-    versions: the versions of every batch, ascending, including the versions of dropped groups; most
-      batches have one version.
+    versions: the versions that sampled each batch, ascending; most batches have one version. The
+      versions of groups that dynamic sampling dropped are included.
   """
 
   def __init__(self, name: str, num_batches: int):
     """Reads the info of the run's batches, removed batches included.
 
     Raises:
-      ValueError: the run lacks a batch, or cannot be replayed since a batch of several versions was
-        removed or has no record of how it was drawn.
+      ValueError: the run lacks a batch; or a batch that several versions sampled was removed, or
+        has no record of how it was drawn.
       StoreError: the run has no rollouts.
     """
     self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
@@ -87,17 +88,17 @@ class RecordedRun:
       lacks = lacks or ("" if info.get("drawn") else "has no record of how it was drawn")
       if len(self.versions[number]) > 1 and lacks:
         raise ValueError(
-          f"{owner} is not replayed: batch {number} has several versions and {lacks}; choose a run"
-          " of this version of rlvr_jax, with config.store.keep_used = True"
+          f"{owner} cannot be replayed: several versions have sampled batch {number}, which"
+          f" {lacks}; choose a run of this version of rlvr_jax, with config.store.keep_used = True"
         )
 
   @property
   def has_several(self) -> bool:
-    """Whether several versions have sampled a batch."""
+    """Whether at least one batch was sampled by several versions."""
     return any(len(versions) > 1 for versions in self.versions)
 
   def newest(self) -> list[int]:
-    """For every batch, the newest version that the batch or an earlier batch needs."""
+    """For every batch, the newest version that sampled this batch or an earlier batch."""
     return [*itertools.accumulate(map(max, self.versions), max)]
 
   def oldest_needed(self, update: int) -> int:
@@ -110,7 +111,9 @@ class RecordedRun:
     return min(needed, default=update)
 
   def first_difference(self, number: int, sampled_by: Mapping[int, str | None]) -> str:
-    """How a batch differs from the recorded batch, if it is the first that differs; else "".
+    """Describes how a batch differs from the recorded batch.
+
+    The result is "" if the batch does not differ, or if an earlier call has found a difference.
 
     Args:
       number: the number of the batch.
@@ -129,7 +132,10 @@ class RecordedRun:
     return self._draws[draw][1] if draw in self._draws else None
 
   def token_versions(self, draw: int) -> np.ndarray:
-    """The version of each token, i32[P, G, T], −1 if not sampled; or of each group i32[P, 1, 1]."""
+    """The version of each token of a draw, i32[P, G, T], −1 where no token was sampled.
+
+    If the run recorded only a version for each group, the result is these versions, i32[P, 1, 1].
+    """
     number, drawn = self._draws[draw]
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
@@ -178,7 +184,7 @@ def decode_versions(encoded: Sequence[Any]) -> np.ndarray:
 class Schedule(NamedTuple):
   """When batches may begin to be sampled, and which batch each update trains on.
 
-  Updates t, batches and versions v of the policy count from 0.
+  Updates t, batches and versions v of the policy are numbered from 0.
   """
 
   limit: Callable[[int], int]  # v → total number of batches that may begin with versions up to v
@@ -203,8 +209,8 @@ class Schedule(NamedTuple):
 
     Args:
       batch: number of the batch.
-      update: sampling of the batch has begun before this update; None: before update number
-        `batch`, which trains on this batch.
+      update: number of an update before which the sampling of the batch has begun; None: the
+        update with the number `batch`, which trains on this batch.
     """
     last = batch if update is None else update
     for version in range(last + 1):
@@ -231,7 +237,8 @@ class Schedule(NamedTuple):
   def batches_per_refresh(self, num_updates: int) -> int:
     """The median number of batches that a policy samples per refresh; 1 for sampling in real time.
 
-    A refresh is the sampling between two policies.
+    A refresh gives the sampler a new policy, which samples the batches that begin before the next
+    refresh.
     """
     counts = [count for count in map(self.samples, range(num_updates)) if count]
     return statistics.median_high(counts) if counts and not self.threaded else 1
@@ -249,7 +256,10 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     PlanError: an update trains on a batch that has not been sampled yet or is no longer kept.
   """
   if schedule.threaded:
-    raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
+    raise ValueError(
+      "a real-time schedule has no plan, since its lags depend on the clock; read the versions that"
+      " its rollouts record"
+    )
   sampled_by: list[int] = []
   oldest_batch = 0
   batches = []
@@ -258,7 +268,9 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
     oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
     if not oldest_batch <= batch < len(sampled_by):
-      there = f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before it"
+      there = (
+        f"only batches {oldest_batch} to {len(sampled_by) - 1} are available before this update"
+      )
       if oldest_batch >= len(sampled_by):
         there = "no batch is sampled and kept before this update"
       raise PlanError(
@@ -275,16 +287,17 @@ def same_number(update: int) -> int:
 
 
 def on_policy() -> Schedule:
-  """Update t trains on batch t, which is sampled just before the update: b(t) = v(t) = t."""
+  """Update t trains on batch t, sampled just before the update, so by version t of the policy."""
   return Schedule(limit=lambda v: v + 1, batch=same_number, first=same_number, open_ended=True)
 
 
 def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
   """Samples `batches` batches every μ = batches·epochs updates and uses each batch `epochs` times.
 
-  b(t) = r·batches + (t − r·μ) mod batches and v(t) = r·μ, with r = ⌊t/μ⌋ and μ = batches·epochs.
-  This is the schedule of GRPO and PPO. A refresh samples all its batches, even if the run ends
-  before it has trained on them.
+  Update t trains on batch b(t) = r·batches + (t − r·μ) mod batches, which version v(t) = r·μ of the
+  policy samples. Here μ = batches·epochs, and r = ⌊t/μ⌋ is the number of the refresh. This is the
+  schedule of GRPO and PPO. At a refresh all `batches` batches are sampled, even if the run ends
+  before an update has trained on each of them.
 
   Args:
     batches: ≥ 1, number of batches sampled at each refresh.
@@ -309,9 +322,10 @@ def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
 
 
 def stages(*, count: int = 4, num_updates: int) -> Schedule:
-  """μ-GRPO's stages: samples all batches of μ = U/S updates first, then trains on them in order.
+  """μ-GRPO's stages: all batches of a stage are sampled first, then trained on in order.
 
-  b(t) = t and v(t) = μ·⌊t/μ⌋: within a stage the lag grows from 0 to μ − 1.
+  Each of the S stages has μ = U/S of the run's U updates. Update t trains on batch t, which version
+  μ·⌊t/μ⌋ of the policy samples. So the lag grows from 0 to μ − 1 within a stage.
 
   Args:
     count: S ≥ 1, divides U; S = U is on_policy.
@@ -336,7 +350,7 @@ def stages(*, count: int = 4, num_updates: int) -> Schedule:
 
 
 def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
-  """Update t trains on rollouts of the policy from L updates ago: b(t) = t, v(t) = max(0, t − L).
+  """Update t trains on batch t, which the policy from L updates ago samples: version max(0, t − L).
 
   L + 1 batches are sampled before the first update, and one batch before each later update, until
   every update has a batch.
@@ -358,11 +372,12 @@ def simulated_asynchronous(
 ) -> Schedule:
   """Simulates the lags of an asynchronous run reproducibly, without dependence on the clock.
 
-  b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}. The inner
-  maximum models a first-in, first-out queue, in which versions never decrease. So the lag of update
-  t is min_{k ≥ 0} (l_{t−k} + k). The lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1))
-  for j ≤ L ≤ t: all lags occur, but the longest lag is rare. `recorded` instead replays the
-  problems, keys and versions per token of a run. A batch is then sampled once its newest version
+  Update t trains on batch t, which version v(t) = max(0, max_{s ≤ t} (s − l_s)) of the policy
+  samples, with l_s uniform on {0, …, L}. The inner maximum models a first-in, first-out queue, in
+  which versions never decrease. So the lag of update t is min_{k ≥ 0} (l_{t−k} + k). For j ≤ L ≤ t,
+  the lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1)): all lags occur, but the longest
+  lag is rare. With `recorded`, the problems, the random keys and the version of each token are
+  instead those of a recorded run. Then a batch is sampled once the newest version that it needs
   exists.
 
   Args:
@@ -371,9 +386,9 @@ def simulated_asynchronous(
     num_updates: updates of the run.
     seed: ≥ 0, the seed of the random lags; the lag of batch b depends only on (seed, b).
   Raises:
-    ValueError: a hyper-parameter is out of range; the recorded run lacks a batch, or has a version
-      above its batch's number; versions decrease where each batch has one version; or a lag exceeds
-      max_lag.
+    ValueError: a hyper-parameter is out of range. Or the recorded run lacks a batch; or one of its
+      batches has a lag above max_lag, or was sampled by a version above the batch's number. Or each
+      batch has one version, but the versions decrease.
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
@@ -391,11 +406,11 @@ def simulated_asynchronous(
 
 
 def asynchronous(*, max_lag: int = 4) -> Schedule:
-  """Generation and updates overlap in real time: b(t) = t, and any v(t) ≥ t − L.
+  """Generation and updates overlap in real time; the lag of an update is at most L.
 
-  A thread samples batch after batch from the newest policy. The thread waits while this policy is
-  older than version b − L, where b is the next batch. Unlike with other schedules, lags depend on
-  the clock.
+  Update t trains on batch t. A thread samples batch after batch from the newest policy. The thread
+  waits while the version of this policy is below b − L, where b is the number of the next batch.
+  Unlike with other schedules, lags depend on the clock.
 
   Args:
     max_lag: L ≥ 0, updates; 0 means no overlap.
@@ -413,7 +428,12 @@ def asynchronous(*, max_lag: int = 4) -> Schedule:
 
 
 def schedule_from_versions(versions: Sequence[int], *, open_ended: bool) -> Schedule:
-  """Update t trains on batch t, sampled by version `versions[t]`; versions never decrease."""
+  """The schedule in which update t trains on batch t, which version `versions[t]` samples.
+
+  Args:
+    versions: must not decrease.
+    open_ended: see `Schedule`.
+  """
   limit = lambda v: bisect.bisect_right(versions, v)
   return Schedule(limit=limit, batch=same_number, first=same_number, open_ended=open_ended)
 
@@ -427,7 +447,7 @@ def sample_lag(seed: int, batch: int, max_lag: int) -> int:
 
 
 def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) -> None:
-  """Raises ValueError unless 0 ≤ b − v ≤ max_lag for all versions v of batch b.
+  """Raises ValueError unless 0 ≤ b − v ≤ max_lag for each version v that has sampled a batch b.
 
   If every batch has one version, the versions must also not decrease.
   """
@@ -441,8 +461,8 @@ def check_versions(owner: str, versions: Sequence[Sequence[int]], max_lag: int) 
       )
     if of_batch[0] < previous and max(map(len, versions)) == 1:
       raise ValueError(
-        f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease,"
-        " one that was not interrupted"
+        f"{prefix} after a batch of version {previous}; choose a run whose versions never decrease"
+        " (where a run was interrupted, they may decrease)"
       )
     if batch - of_batch[0] > max_lag:
       raise ValueError(

@@ -6,7 +6,8 @@ The folder is the index:
   NUMBER.json                    the info of a batch that was removed
   groups/DRAW.INDEX.safetensors  a finished group of a batch in progress
   torn/                          damaged batches that were set aside
-  lock                           locked by the process that writes; a bucket is claimed by its run
+  lock                           locked by the process that writes; a bucket has no lock, but a run
+                                 claims its workdir
 
 A file is written under a temporary name, read back and renamed. So it is complete or absent: a
 process that reads while another writes sees only whole batches. No batch is ever overwritten. A
@@ -117,7 +118,7 @@ class RolloutStore:
   # --- batches ----------------------------------------------------------------------------------
 
   def write(self, number: int, groups: Sequence[Group], info: Mapping[str, JSON]) -> None:
-    """Writes one batch; it is on disk when this returns.
+    """Writes one batch, which is on disk, or in the bucket, when this call returns.
 
     Args:
       number: the number of the batch, ≥ 0.
@@ -130,7 +131,8 @@ class RolloutStore:
     check_integer("RolloutStore.write", "number", number, low=0)
     if reserved := info.keys() & _RESERVED:
       raise ValueError(
-        f"batch {number}: info has {sorted(reserved)}, which the store reserves; rename it"
+        f"batch {number}: info has the fields {sorted(reserved)}, whose names the store reserves;"
+        " rename these fields"
       )
     try:
       data = encode(groups, {"number": number, **info})
@@ -176,7 +178,7 @@ class RolloutStore:
     return sorted(int(match[1]) for match in matches if match)
 
   def info(self, number: int) -> JsonObject:
-    """The info of a batch, with its file's size as "bytes"; does not read its arrays.
+    """The info of a batch, with the size of the batch's file as "bytes"; does not read arrays.
 
     The info of a removed batch also has "removed": True.
 
@@ -204,9 +206,10 @@ class RolloutStore:
     return True
 
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Yields the numbers of batches that are missing or damaged, without removed batches.
+    """Yields those of the numbers whose batches are missing or damaged.
 
-    On a disk every file is read. In a bucket no object is read: an object that exists is complete.
+    A batch that `remove` has deleted does not count as missing. On a disk every file is read. In a
+    bucket no object is read: an object that exists is complete.
     """
     names = self._objects.list()
     for number in numbers:
@@ -240,7 +243,7 @@ class RolloutStore:
     """Deletes batches; `info` still returns their info.
 
     Raises:
-      KeyError: the store does not have one of the batches.
+      KeyError: the store lacks at least one of the batches; then no batch is deleted.
     """
     with self._writing:
       self._check_writable()
@@ -281,7 +284,7 @@ class RolloutStore:
     return found
 
   def forget_groups(self, before: int) -> None:
-    """Deletes the groups of draws with a number below `before`, whose batches are complete."""
+    """Deletes the stored groups of draws below `before`; the batches of these must be complete."""
     names = [name for draw, names in self._groups().items() if draw < before for name in names]
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self._objects.remove, names))
@@ -317,8 +320,8 @@ class RolloutStore:
       )
     if foreign := [name for name in names if not _OWN.fullmatch(name)]:
       raise StoreError(
-        f"{self.directory} is not a rollout store: it has {foreign[0]!r:.80}. Choose another"
-        " folder."
+        f"{self.directory} is not a rollout store: it contains {foreign[0]!r:.80}, which no store"
+        " contains. Choose another folder."
       )
     return bool(names)
 
@@ -351,7 +354,7 @@ class RolloutStore:
     """The info without the batch's number; raises if it is the info of another batch."""
     with self._explain_damage(number):
       if (found := info.pop("number", None)) != number:
-        raise DamagedError(f"it has batch {found!r:.80}")
+        raise DamagedError(f"the number in its info is {found!r:.80}")
     return info
 
   @contextlib.contextmanager

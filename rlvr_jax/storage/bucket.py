@@ -1,8 +1,8 @@
 """Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-If several processes write an object, a precondition on its generation decides which of them may.
-fsspec has no preconditions, so this module makes requests to the JSON API itself, with the session
-of gcsfs.
+If several processes write an object, a precondition on the object's generation decides which
+process succeeds. fsspec has no preconditions, so this module makes requests to the JSON API itself,
+with the session of gcsfs.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Itera
     if error.errno not in _UNWRITABLE:
       raise
     raise error_type(
-      f"{name} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
-      " names of at most 255 bytes"
+      f"{name} cannot be written: {error.strerror}. Choose a folder that this user can write; each"
+      " name in its path may have at most 255 bytes"
     ) from error
 
 
@@ -145,7 +145,7 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
       raise
     raise OSError(
       f"{path} is a symbolic link, and this program writes no file through a link: remove the link,"
-      " or choose another folder. Links to folders, such as checkpoints, are allowed"
+      " or choose another folder. A folder, such as `checkpoints`, may be a link"
     ) from error
 
 
@@ -154,14 +154,14 @@ def open_own(path: pathlib.Path, mode: str, *, buffering: int = -1) -> IO[Any]:
 
 @contextlib.contextmanager
 def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """Context with a file to write, which then replaces `path` atomically."""
+  """Context with a file to write; at the end of the context the file replaces `path` atomically."""
   with replace_path(path) as temporary, open_own(temporary, "wb") as file:
     yield file
 
 
 @contextlib.contextmanager
 def replace_path(path: pathlib.Path, *, durable: bool = True) -> Iterator[pathlib.Path]:
-  """`replace_file` for libraries that need a path; an error removes the temporary file.
+  """Like `replace_file`, for libraries that need a path; an error removes the temporary file.
 
   By default the new file is durable at the end of the context: it survives a crash of the machine.
   """
@@ -193,7 +193,9 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """Context with a file that is created if needed and locked; the lock ends with the process.
+  """Context in which this process has locked a file; creates the file if it does not exist.
+
+  If the process is killed, the lock ends, too.
 
   Raises:
     BlockingIOError: another process has locked or replaced the file.
@@ -209,9 +211,10 @@ def locked(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def make_locked_folder(prefix: str) -> tuple[pathlib.Path, int]:
-  """Makes a temporary folder; returns it with a descriptor whose lock ends with this process.
+  """Makes a temporary folder; returns the folder and a descriptor that locks it.
 
-  Folders with this prefix that killed processes left behind are removed.
+  The lock ends with this process. Folders with the same prefix that killed processes have left
+  behind are removed.
   """
   for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
     with contextlib.suppress(OSError):  # the folder is locked, or another user's
@@ -245,9 +248,10 @@ def _lock_folder(folder: pathlib.Path) -> int:
 
 
 class JsonLines:
-  """Appends JSON lines to a file; each call passes all its lines to the operating system.
+  """Appends JSON lines to a file; when `append` returns, the operating system has all its lines.
 
-  Opening the file removes an incomplete last line, which a kill during a call leaves.
+  A process that is killed during `append` may leave an incomplete last line. Opening the file
+  removes this line.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -353,7 +357,7 @@ def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterato
 
 
 def json_crc32(value: JSON) -> int:
-  """Checksum of a JSON value, which stays the same when the value is written and read back."""
+  """Checksum of a JSON value; the value has the same checksum after it is written and read back."""
   return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
 
 

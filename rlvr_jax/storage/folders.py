@@ -41,8 +41,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str
     return system, within
   except (ImportError, ValueError) as error:
     raise ValueError(
-      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
-      ' pip install "rlvr_jax[gcs]"'
+      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows;"
+      ' gs:// needs gcsfs: pip install "rlvr_jax[gcs]"'
     ) from error
 
 
@@ -62,8 +62,8 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
   if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
     raise FileNotFoundError(
-      f"{directory} is not a directory: give a local directory, or a URL, gs://bucket/folder;"
-      " models are not downloaded by their name on a hub"
+      f"{directory} is not a directory: give a local directory, or a URL such as gs://bucket/folder;"
+      " a model is not downloaded by its name on a hub"
     )
   # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.
   files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
@@ -95,10 +95,10 @@ def open_to_read(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]:
-  """Context with the path of a local file to write; at its end `path` has the file's content.
+  """Context with a local file to write; at the end of the context `path` has the file's content.
 
-  If `path` is local, the context syncs the file to the disk at its end. Until then others can see
-  an incomplete file at `path`: write into a `new_directory`, which hides it.
+  If `path` is local, the context yields `path` itself and syncs the file to the disk at the end.
+  Until then others can see an incomplete file: write into a `new_directory`, which hides it.
   """
   if isinstance(system, LocalFileSystem):
     with report_full_disk(pathlib.Path(path)):
@@ -127,8 +127,8 @@ def new_directory(
 ) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
   """Yields a file system and a folder to fill; a local `directory` appears when it is complete.
 
-  Object stores can neither rename nor lock: write the file that marks the directory as complete
-  last.
+  Object stores can neither rename nor lock. There, write last the file that marks the directory as
+  complete.
 
   Raises:
     FileExistsError: `directory` is not empty, or another process is writing it.

@@ -108,7 +108,9 @@ class FolderObjects:
     with replace_path(path, durable=durable) as temporary:
       temporary.write_bytes(data)
       if temporary.read_bytes() != data:
-        raise OSError(errno.EIO, f"{path} does not read back as written; check the disk")
+        raise OSError(
+          errno.EIO, f"{path} differs from the written bytes when read back; check the disk"
+        )
 
   def get(self, name: str, size: int | None = None) -> bytes | None:
     return _unless_stale(lambda: self._get(name, size))
@@ -165,8 +167,9 @@ def _link(temporary: pathlib.Path, path: pathlib.Path) -> None:
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
       raise
     raise OSError(
-      f"{path} cannot be created by a hard link ({error.strerror}); programs need hard links to"
-      " agree on which was first: use a local disk, NFS, or gs://BUCKET/FOLDER as --workdir"
+      f"{path} cannot be created by a hard link ({error.strerror}); hard links decide which of"
+      " several programs was first to write a file: use a local disk, NFS, or gs://BUCKET/FOLDER as"
+      " --workdir"
     ) from error
 
 

@@ -32,14 +32,14 @@ _FORMER = re.compile(r".+\.jsonl/\d{8,}")  # part of a log, as a former version 
 def parse_path(
   owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
 ) -> pathlib.Path:
-  """Parses the path in a flag or field into a `pathlib.Path`; in a bucket, an `etils.epath.Path`.
+  """Parses the path in a flag or field: a `pathlib.Path`, or an `etils.epath.Path` for a bucket.
 
   Args:
     owner: the flag or field, for the message.
     path: a folder, or gs://BUCKET/FOLDER, which pathlib would take for a folder named "gs:".
-    must_be_on_disk: whether a bucket is refused.
+    must_be_on_disk: whether a path in a bucket is refused.
   Raises:
-    ValueError: the path is a URL of another kind, or gcsfs is not installed.
+    ValueError: the path is a URL that is refused or of another kind, or gcsfs is not installed.
   """
   text = os.fspath(path)
   if not (url := _URL.match(text)):
@@ -127,9 +127,10 @@ class Workdir:
     return Bucket(self.path, self.guard)
 
   def fetch(self) -> None:
-    """Copies the files at the top level from a bucket into the staging folder.
+    """Copies the files at the top level of the workdir from its bucket into the staging folder.
 
-    Folders are created empty.
+    Folders of the workdir are created in the staging folder, but empty. If the workdir is on a
+    disk, nothing is copied.
 
     Raises:
       ValueError: a former version of this program wrote the files.
@@ -154,7 +155,9 @@ class Workdir:
         self._published[name] = _size_and_time(path)
 
   def publish(self, *names: str) -> None:
-    """Copies new and changed files from the staging folder into the bucket: `names`, or all.
+    """Copies new and changed files from the staging folder into the bucket.
+
+    With `names`, no other files are copied.
 
     Raises:
       OSError: the bucket cannot be reached.

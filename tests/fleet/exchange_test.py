@@ -70,7 +70,7 @@ def test_names_of_another_form_are_not_seen(exchange, objects):
     objects.put(name, b"x")
   assert exchange.look() == (-1, [], [], {}, {}, False)
   for name in ("../x", "a/b", "", ".", "a" * 81):
-    with pytest.raises(ValueError, match="a sampler named"):
+    with pytest.raises(ValueError, match="is not allowed as a sampler's name"):
       exchange.beat(name, RECORD)
 
 
@@ -178,7 +178,7 @@ BAD = {
   "empty": (lambda: b"", "not a file of groups"),
   "truncated": (lambda: encoded(good())[:-5], "checksum"),
   "a changed bit": (lambda: encoded(good())[:-5] + b"\0" + encoded(good())[-4:], "checksum"),
-  "another place": (lambda: encoded(good(index=2)), "other groups than its name"),
+  "another place": (lambda: encoded(good(index=2)), "contains other groups than its name"),
   "two groups": (lambda: encoded(good(), good()), "other groups than its name"),
   "other problems": (lambda: encoded(good(), of="0" * 16), "other problems"),
   "an old version": (lambda: encoded(good(versions={1: "bits 1"})), "version 1 is older"),
@@ -190,10 +190,10 @@ BAD = {
     lambda: encoded(good(versions={2: "bits 2", 3: "bits 3"})),
     "has the versions [2, 3]",
   ),
-  "few samples": (lambda: encoded(good(samples=good().samples[:1])), "1 samples"),
+  "few samples": (lambda: encoded(good(samples=good().samples[:1])), "1 samples for 2 rollouts"),
   "no outcome": (lambda: encoded(with_samples(outcome=None)), "lacks its outcome"),
   "no detail": (lambda: encoded(with_samples(outcome="crashed")), "crashed lacks its detail"),
-  "another prompt": (lambda: encoded(with_samples(prompt="?")), "lacks the prompt"),
+  "another prompt": (lambda: encoded(with_samples(prompt="?")), "sample is not the question"),
   "a missing array": (lambda: encoded(without("correct", "stopped")), "lacks the arrays correct,"),
   "an array too many": (
     lambda: with_arrays(lags=np.zeros((2, toy.RESPONSE), np.int32)),
@@ -204,7 +204,7 @@ BAD = {
     lambda: with_arrays(
       tokens=filled(np.int32(1), 900), mask=filled(0.0, 900), behavior_logprobs=filled(0.0, 900)
     ),
-    "(2, 900), not (2, 8)",
+    "shape (2, 900), expected (2, 8)",
   ),
   "negative tokens": (lambda: with_arrays(tokens=filled(np.int32(-1), toy.RESPONSE)), "tokens has"),
   "unknown tokens": (lambda: with_arrays(tokens=filled(np.int32(50), toy.RESPONSE)), "tokens has"),
@@ -219,7 +219,7 @@ BAD = {
         }
       )
     ),
-    "not (2,",
+    "expected (2,",
   ),
 }
 
@@ -257,7 +257,7 @@ def test_what_another_run_s_policy_or_several_versions_sample():
   allowed = remote.Allowed([several, several], toy.VOCABULARY)
   check(several)
   for wrong in ({3: "a"}, {3: "a", 4: "b", 5: "c"}, {}):
-    with pytest.raises(RecordError, match=r"its tokens \[3, 4\]"):
+    with pytest.raises(RecordError, match=r"its tokens have the versions \[3, 4\]"):
       check(several._replace(versions=wrong))
 
 

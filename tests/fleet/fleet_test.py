@@ -151,19 +151,19 @@ def test_the_second_of_two_trainers_goes_on(fleet):
 
 def test_a_wait_in_vain_ends(fleet):
   trainer = toy.trainer(fleet.exchange, fleet.weights, alone_s=0.3)
-  with pytest.raises(FleetError, match="no groups are wanted"):
+  with pytest.raises(FleetError, match="`want` has requested no group that is still missing"):
     trainer.take()
   trainer.offer(toy.policy(0))
   trainer.want(toy.draw(4), [1, 5])
   with pytest.raises(
-    FleetError, match=r"no sampler is running.* groups 1, 5 of draw 4 .*--mode=sam"
+    FleetError, match=r"no sampler is running.* groups 1, 5 of draw 4 have been .*--mode=sam"
   ):
     trainer.take()
   trainer = toy.trainer(fleet.exchange, fleet.weights, deadline_s=0.3)
   trainer.offer(toy.policy(0))
   fleet.start("a", toy.Sampler(seconds=1))
   trainer.want(toy.draw(4), [1, 5])
-  with pytest.raises(FleetError, match="groups 1, 5 of draw 4"):
+  with pytest.raises(FleetError, match="still missing: groups 1, 5 of draw 4"):
     trainer.take()
 
 

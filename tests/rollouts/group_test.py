@@ -73,12 +73,14 @@ def assert_same(found, expected):
 def test_arrays_of_other_names_types_and_shapes_are_refused():
   assert check_arrays(make_arrays()) == dict(S=5, G=3, T=7, layers=2, experts=4, graders=2)
   bad = {
-    "'weights' is not an array of a group: known are .*add a line": {"weights": np.zeros(1, "f4")},
-    "'tokens' is of type int64, must be .* int32": {"tokens": np.zeros((1, 2), "i8")},
+    r"'weights' is not an array of a group\. Known arrays are .*for a new array, add a line": {
+      "weights": np.zeros(1, "f4")
+    },
+    "'tokens' is of type int64, but must be .* int32": {"tokens": np.zeros((1, 2), "i8")},
     "'routes' is of type int8, .* uint8 or uint16": {"routes": np.zeros((1, 2, 1, 1), "i1")},
     "'mask' is of type list": {"mask": [[0.0]]},
-    r"'tokens' has the shape \(2,\), must have the axes \[G T\]": {"tokens": np.zeros(2, "i4")},
-    r"'mask' has .*\(2, 4\).*\{'G': 2, 'T': 3\} as in": {
+    r"'tokens' has the shape \(2,\), but must have the axes \[G T\]": {"tokens": np.zeros(2, "i4")},
+    r"'mask' has .*\(2, 4\).*sizes \{'G': 2, 'T': 3\} of the": {
       "tokens": np.zeros((2, 3), "i4"), "mask": np.zeros((2, 4), "f4")
     },
   }  # fmt: skip
@@ -108,7 +110,7 @@ def test_groups_of_different_widths_are_joined():
     for group, row in zip(groups, array, strict=True):
       assert row.tobytes() == pad(group.arrays, S=5, T=9, pad_token=PAD)[name].tobytes()
   del groups[1].arrays["mask"]
-  with pytest.raises(ValueError, match=r"2 of draw 1 cannot be joined.*\['mask'\]"):
+  with pytest.raises(ValueError, match=r"group 2 of draw 1 cannot be joined, since .*\['mask'\]"):
     join(groups)
 
 
@@ -237,25 +239,28 @@ def in_part(part, **fields):
 
 
 ATTACKS = {
-  "format": (lambda c: c.update(format="rlvr_jax groups 9"), "format is 'rlvr_jax groups 9', this"),
+  "format": (
+    lambda c: c.update(format="rlvr_jax groups 9"),
+    "the format is 'rlvr_jax groups 9', but this version reads only 'rlvr_jax groups 1'",
+  ),
   "no groups": (lambda c: c.pop("groups"), "KeyError"),
   "info": (lambda c: c.update(info=3), "TypeError"),
   "groups": (lambda c: c.update(groups=[3]), "TypeError"),
   "too many": (lambda c: c["groups"].append(c["groups"][0]), "KeyError"),
-  "draw": (in_head(draw="../../x"), r"'../../x', expected a whole number"),
-  "index": (in_head(index=-1), "found -1, expected a whole number"),
-  "source": (in_head(source=True), "found True, expected a whole number"),
+  "draw": (in_head(draw="../../x"), r"'../../x', expected a whole number from 0 to"),
+  "index": (in_head(index=-1), "found -1, expected a whole number from 0 to"),
+  "source": (in_head(source=True), "found True, expected a whole number from 0 to"),
   "versions": (in_head(versions=[[0, 7]]), "found 7, expected a text"),
   "measured": (in_head(measured={"x": []}), "TypeError"),
-  "huge": (in_part("sizes", T=2**50), "bytes with padding, at most"),
-  "negative": (in_part("sizes", T=-1), "found -1, expected a whole number"),
-  "float": (in_part("sizes", T=7.0), "found 7.0, expected a whole number"),
+  "huge": (in_part("sizes", T=2**50), "bytes with padding, but at most"),
+  "negative": (in_part("sizes", T=-1), "found -1, expected a whole number from 0 to"),
+  "float": (in_part("sizes", T=7.0), "found 7.0, expected a whole number from 0 to"),
   "wider": (in_part("sizes", layers=3), "has the shape"),
-  "axis": (in_part("sizes", places=3), "axes of"),
+  "axis": (in_part("sizes", places=3), "file states the axis sizes"),
   "no axis": (lambda c: c["groups"][0]["sizes"].pop("T"), "KeyError"),
   "no lengths": (in_head(lengths={}), "KeyError"),
-  "rows": (in_part("lengths", T=[1, 2]), r"lengths \[1, 2\] for an axis T"),
-  "longer": (in_part("lengths", T=[0, 0, 8]), r"lengths \[0, 0, 8\] for an axis T"),
+  "rows": (in_part("lengths", T=[1, 2]), r"lengths \[1, 2\] along the axis T"),
+  "longer": (in_part("lengths", T=[0, 0, 8]), r"lengths \[0, 0, 8\] along the axis T"),
   "other lengths": (in_part("lengths", T=[0, 0, 1]), "has the shape"),
   "pads": (in_part("pad_tokens", tokens=2**40), "OverflowError"),
 }
@@ -273,7 +278,7 @@ def test_json_that_is_not_ours_is_refused(name):
   [
     ("0.code", np.zeros(3, "f4"), "'code' is not an array of a group"),
     ("0.rewards", np.zeros(3, "f8"), "'rewards' is of type float64"),
-    ("0.rewards", np.zeros(4, "f4"), "axes of|has the shape"),
+    ("0.rewards", np.zeros(4, "f4"), "states the axis sizes|has the shape"),
     ("0.rewards", np.zeros((3, 1), "f4"), "has the shape"),
     ("0.tokens", np.zeros((3, 7), "i4"), "has the shape"),
     ("0.samples", np.frombuffer(b"[[[", np.uint8), "JSONDecodeError"),
@@ -301,7 +306,7 @@ def test_the_size_with_padding_is_bounded_by_the_reader():
   data = encode([make_group(0), make_group(1)], {})
   size = sum(array.nbytes for group in decode(data)[0] for array in group.arrays.values())
   decode(data, max_bytes=size)
-  with pytest.raises(FormatError, match="bytes with padding, at most"):
+  with pytest.raises(FormatError, match="bytes with padding, but at most"):
     decode(data, max_bytes=size - 1)
 
 

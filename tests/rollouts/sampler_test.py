@@ -320,11 +320,13 @@ def test_waits_for_answers_have_a_deadline(monkeypatch):
   sampler = toys.local(workers, slots=16, deadline_s=0.3)
   sampler.offer(policy(0))
   sampler.want(draw(7), [2])
-  with pytest.raises(SamplerStoppedError, match=r"for 0\.3 s; missing are group 2 of draw 7\."):
+  message = r"for 0\.3 s; these groups are missing: group 2 of draw 7\."
+  with pytest.raises(SamplerStoppedError, match=message):
     sampler.take()
   workers.held.set()
   assert [group.index for group in sampler.take()] == [2]
-  with pytest.raises(SamplerStoppedError, match="no groups are wanted"):
+  message = "`want` has requested no group that is still missing"
+  with pytest.raises(SamplerStoppedError, match=message):
     sampler.take()
 
 

@@ -233,7 +233,8 @@ def test_a_batch_of_several_versions_is_sampled_when_the_newest_is_there(tmp_pat
   assert [schedule.oldest_trained(t) for t in range(7)] == [0, 0, 0, 1, 2, 5, 6]
   with pytest.raises(ValueError, match=r"batch 2 .* version 0, a lag of 2 updates, above"):
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
-  with pytest.raises(ValueError, match="batch 6 has several versions and has no record of how"):
+  message = "several versions have sampled batch 6, which has no record of how it was drawn"
+  with pytest.raises(ValueError, match=message):
     simulated(max_lag=2, updates=7, recorded=str(tmp_path))
 
 
@@ -289,7 +290,7 @@ def test_asynchronous_is_left_to_the_clock():
   assert [schedule.oldest_sampling(t) for t in range(6)] == [0, 0, 0, 0, 1, 2]
   assert [fixed.oldest_sampling(t) for t in range(6)] == [0, 1, 2, 3, 4, 5]
   assert [schedule.batch(t) for t in range(3)] == [schedule.first(t) for t in range(3)] == [0, 1, 2]
-  with pytest.raises(ValueError, match="real-time schedule has no plan"):
+  with pytest.raises(ValueError, match="real-time schedule has no plan, since its lags depend"):
     plan(schedule, 1)
   assert all(map(schedule.refreshes, range(3)))
 
@@ -299,7 +300,10 @@ def test_asynchronous_is_left_to_the_clock():
   [
     ({"limit": lambda v: v}, "update 0 trains on batch 0, but no batch is sampled"),
     ({"batch": lambda t: t + 1}, "update 0 trains on batch 1"),
-    ({"batch": lambda t: 0}, "update 1 trains on batch 0, but only batches 1 to 1"),
+    (
+      {"batch": lambda t: 0},
+      "update 1 trains on batch 0, but only batches 1 to 1 are available before this update",
+    ),
   ],
 )
 def test_plan_finds_a_schedule_out_of_order(change, message):

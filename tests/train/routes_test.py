@@ -173,7 +173,7 @@ def test_routes_of_another_run_are_replayed_or_refused(compared, tmp_path):
     writer.write(0, groups, info)
   lacking = dict(sources__recorded=dict(fraction=0.5, store=str(without)))
   with pytest.raises(
-    ValueError, match="has no routes, this run needs routes of 1 layers with 2 of"
+    ValueError, match="has no routes, but this run needs routes of 1 layers with 2 of"
   ):
     build(config(**lacking))
   build(config("recomputed", **lacking))

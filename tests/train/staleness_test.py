@@ -543,7 +543,10 @@ def test_what_another_run_has_must_fit(session, parts, tmp_path):
     (from_run(foreign), "foreign' has no run"),
     (from_store(tmp_path / "truncated"), "truncated sampling"),
     (from_store(tmp_path / "shaped") | dict(advantage="maxrl"), "are shaped"),
-    (from_store(store) | dict(batch__group_size=2), "group_size = .4., this run has 2"),
+    (
+      from_store(store) | dict(batch__group_size=2),
+      "group_size = .4., but this run has group_size = 2",
+    ),
     (from_store(f"{store}/elsewhere"), "elsewhere does not exist"),
   ]:
     with pytest.raises(ValueError, match=word):
