@@ -123,7 +123,8 @@ def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
   function = specs.find_factory(owner, sys.modules[__name__], spec.name)
   if any(is_kind(function) for is_kind in _NOT_PLAIN):
     raise ValueError(
-      f"{owner}: {spec.name} is a coroutine or generator function; a grader returns its grade"
+      f"{owner}: {spec.name} is a coroutine or generator function; a grader must be a plain"
+      " function that returns its grade"
     )
   try:
     signature = inspect.signature(function)
@@ -135,8 +136,8 @@ def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
     signature.bind("completion", {}, **spec.arguments)
   except TypeError as error:
     raise ValueError(
-      f"{owner}: {spec.name} has the signature {signature}, but is called with (completion,"
-      f" reference) and the keywords of the string: {error}"
+      f"{owner}: {spec.name} has the signature {signature}, which does not accept a grader's"
+      f" arguments (completion, reference) and the keywords of its string: {error}"
     ) from error
   return function
 

@@ -16,9 +16,9 @@ number. Other expressions are wrong: otherwise a policy could box the expression
 sum, an integral, a limit or a derivative in an answer is never evaluated: it is correct only if the
 gold answer has the same text.
 
-No completion can make this grader crash, which would mask the completion out of the loss. An answer
-that is too long or too deeply nested is unparseable. An answer that cannot be parsed is wrong,
-unless it is the gold answer's text.
+No completion can make this grader crash: a crash would mask the completion out of the loss. An
+answer that is too long or too deeply nested is unparseable. An answer that cannot be parsed is
+wrong, unless it is the gold answer's text.
 """
 
 from __future__ import annotations
