@@ -164,11 +164,11 @@ class GroupSizes(NamedTuple):
 def group_sizes(
   measurement: Measurement, advantage: Advantage, *, num_samples: int = 100, seed: int = 0
 ) -> GroupSizes:
-  """Participation ratio and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
+  """The batch's participation ratio and n_eff for groups cut to sizes 2, 4, 8, … and G.
 
   For each sample of size g, g rollouts of every prompt are drawn without replacement, and
-  `advantage` computes their coefficients. At size G every sample is the full batch. The range shows
-  the variation over the choice of rollouts; the variation between batches is larger.
+  `advantage` computes their coefficients. At size G every sample is the full batch. The `Band`
+  shows the variation over the choice of rollouts; the variation between batches is larger.
 
   Args:
     measurement: a batch of P groups of G ≥ 2.

@@ -35,15 +35,15 @@ def gram_agreement(
 
   The permutation null matches the rollouts of `gram_a` and `gram_b` at random, which preserves the
   spectra of both matrices. The noise null replaces the features of `gram_b` by Gaussian features;
-  features that are zero stay zero. The cosines depend only on the triangular factor of the Gaussian
-  features. This factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers
-  instead of B·feature_dim. If feature_dim is well above B, the noise null hardly depends on
-  feature_dim, since all cosines shrink as 1/√feature_dim.
+  features that are zero stay zero. Write the Gaussian features as L·Q, where L is triangular and Q
+  orthonormal: their cosines depend on L only. L is sampled exactly from its distribution
+  (Bartlett), with B²/2 numbers instead of B·feature_dim. If feature_dim is well above B, the noise
+  null hardly depends on feature_dim, since all cosines shrink as 1/√feature_dim.
 
   Args:
     gram_a, gram_b: f32[B, B].
     key: random key.
-    feature_dim: number of parameters of subset `b`.
+    feature_dim: number of parameters of the subset of `gram_b`.
     num_permutations: number of samples of each null.
   Returns:
     See `Agreement`. A correlation is 0 if the cosines of one matrix are all equal (standard

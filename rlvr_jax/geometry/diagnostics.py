@@ -174,9 +174,9 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
 
   K is the Gram matrix. P_k projects onto its top k eigenvectors, so P_k commutes with K. Therefore
   AᵀP_kKP_kA/(AᵀKA) and the same expression with I − P_k in place of P_k add up to 1 (**open**: our
-  reading of shared and residual energy). If the
-  shared energy is near 1, the update follows the few directions in which all rollouts agree; if it
-  is near 0, A cancels these directions, as centered coefficients cancel a common direction.
+  reading of shared and residual energy). If the shared energy is near 1, the update follows the few
+  directions in which all rollouts agree; if it is near 0, A cancels these directions, as centered
+  coefficients cancel a common direction.
 
   Args:
     coefficients: f32[B], A.
@@ -274,8 +274,8 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
     counted: bool[P], the groups to count, from `group_effective_rollouts`.
   Returns:
     group_effective_rollouts/below_0.5, …/0.5_to_1, …/1_to_2, …/2_to_4, …/from_4: f32[] in [0, 1],
-    with the sum 1, or all 0 if no group counts. If most groups are below 0.5, their gradients
-    cancel, and larger groups will not help.
+    with the sum 1, or all 0 if no group counts. If n_eff is below 0.5 in most groups, the weighted
+    gradients of these groups cancel, and larger groups will not help.
   """
   bins = jnp.sum(values[:, None] >= jnp.array(_EDGES), axis=1)
   hits = bins[:, None] == jnp.arange(len(_SHARES))

@@ -109,8 +109,8 @@ def head_products(
 def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
-  A device receives its columns of the other devices' hidden states [M, R, L, D], and two rounds of
-  a ring for the final sum. Tokens and masks are small in comparison.
+  A device receives its columns of the other devices' hidden states [M, R, L, D], and the data of
+  the final sum, a ring all-reduce of two rounds. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0

@@ -54,19 +54,20 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n head products.
 
-  A head product is the product of all hidden states and the head's kernel. n is the number of
-  positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one
-  product recomputes the logits, whose normalizer is known, and another product forms g; the inner
-  products cost B²/n. All products accumulate in float32 (float64 for float64 models); operands,
-  including g, are in the model's compute dtype. The feature "sampled" costs about 2B/V products,
-  see `geometry.sampled`.
+  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to the logits. A
+  head product is the product of all hidden states and the head's kernel. n is the number of
+  positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one product
+  recomputes the logits, whose normalizer is known, and another product forms the block of every
+  g_i; the inner products g_i · g_j cost B²/n. All products accumulate in float32 (float64 for
+  float64 models); operands, including g_i, are in the model's compute dtype. The feature "sampled"
+  costs about 2B/V head products, see `geometry.sampled`.
 
   On a mesh, the vocabulary is split over all devices. The hidden states are gathered over the data
   axes in the compute dtype, one micro-batch at a time. The [B, B] results are summed over devices;
   see `bytes_moved`.
 
   Args:
-    feature: "score": g_i = Σ_t h ⊗ d; "sampled": g_i = Σ_t h ⊗ (−onehot(y)), without the softmax.
+    feature: "score": g_i as above; "sampled": g_i = Σ_t h ⊗ (−onehot(y)), without the softmax.
     block_elements: maximum number of elements of a block's largest array, [B, v, D] or [R·L, v]. It
       sets the block's width v, of 128 to 512 columns. Each block reads the hidden states; with
       several micro-batches on a mesh, each block gathers them again. Wide blocks are faster on
@@ -156,9 +157,9 @@ def bytes_moved(
   """Bytes that each device receives for one Gram matrix of `streaming`.
 
   A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
-  rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
-  final sum. With several micro-batches, everything from hidden states to masks is received again
-  for each block of the vocabulary.
+  rows of the head's kernel that other devices along `fsdp` hold; and the data of the final sum, a
+  ring all-reduce of two rounds. With several micro-batches, everything from hidden states to masks
+  is received again for each block of the vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.

@@ -97,8 +97,8 @@ def load_grader(text: str) -> Grader:
   """Loads the grader that a string names and runs its self-test; exceptions of the test propagate.
 
   Raises:
-    ValueError: `parse_grader` refuses the string, the module or function does not exist, or it is
-      not a plain function of (completion, reference) and the given hyper-parameters.
+    ValueError: `parse_grader` refuses the string; the module or function does not exist; or the
+      function is not a plain function of (completion, reference) and the given hyper-parameters.
   """
   spec = parse_grader("grader", text)
   function = _find_function(f"grader = {text!r}", spec)

@@ -1,4 +1,4 @@
-"""Graders of reasoning_gym and GSM8K; functions of all graders that find answers and numbers."""
+"""Graders of reasoning_gym and GSM8K; functions with which all graders find answers and numbers."""
 
 from __future__ import annotations
 
