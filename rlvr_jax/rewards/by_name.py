@@ -13,9 +13,10 @@ a number beyond ±1e30, or any other return value makes the outcome `crashed`; t
 if the grader exceeds its memory or recursion limit. Coroutines, generators and functions that
 cannot take two arguments are refused at start-up.
 
-If the grader's module also has `<function>_self_test()`, each worker calls it once at start-up,
-with the hyper-parameters that its signature names. It should raise if the grader cannot work here.
-The time limit of an item does not include this call, so put slow imports into the self-test.
+If the grader's module also has `<function>_self_test()`, each worker calls this self-test once at
+start-up, with the hyper-parameters that the self-test's signature names. The self-test should raise
+an exception if the grader cannot work on this machine. The time limit of an item does not include
+this call, so put slow imports into the self-test.
 
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 
@@ -236,9 +237,9 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The outcome and answer of the first grader; the sum as the score, whatever the outcome; the
-    feedback and scores of all graders. The outcome is crashed if a grader crashed, since the sum
-    would then lack a term.
+    A grade with the outcome and answer of the first grader, with the sum as its score, whatever the
+    outcome, and with the feedback and scores of all graders. The outcome is crashed if a grader
+    crashed, since the sum would then lack a term.
   Raises:
     ValueError: "parts" is empty.
   """
