@@ -5,7 +5,7 @@ Tests are a JSON object with a "style" and the fields of that style:
     itself executes the setup's imports for the tests, so the program cannot replace the imported
     names. The setup's other definitions are part of the program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", a text to put before a program that does not define the entry point itself.
+    "prompt", a program's beginning, for programs that do not define the entry point themselves.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.

@@ -1,4 +1,4 @@
-"""Messages between two processes: a length, then JSON; how values and errors become JSON."""
+"""Messages between two processes: a length, then JSON; and how values and errors become JSON."""
 
 from __future__ import annotations
 
