@@ -191,8 +191,8 @@ def mean_cell(values: Sequence[float]) -> str:
 def difference_cell(difference: Difference, digits: int = 3) -> str:
   """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  The interval is omitted if both its ends are equal at this number of digits. The
-  differences may then be equal by chance, and do not show how much those of other seeds would vary.
+  The interval is omitted if both its ends are equal at this number of digits. The differences
+  may then be equal by chance, and do not show how much those of other seeds would vary.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)
@@ -273,7 +273,7 @@ HEADER = (
 
 
 DASHES = (
-  "A dash stands for a value that is undefined. The baseline has no difference to itself. A label"
+  "A dash stands for a missing value. The baseline has no difference to itself. A label"
   " that shares fewer than two seeds with the baseline has no difference either. A difference that"
   " is the same for every seed has only a mean. One seed has no error over seeds. A metric without"
   " an interval has no error over problems."
@@ -361,8 +361,9 @@ def plot_differences(
 ) -> None:
   """Plots differences to the baseline, paired by seed: a row per label, in the given order.
 
-  A row has a dot for each shared seed. A row of two shared seeds or more also has their mean. A row
-  of `curves.SEEDS_FOR_BAND` shared seeds or more also has the mean's 95 % interval by Student's t.
+  A row has a dot for each shared seed. A row of two shared seeds or more also has the dots' mean. A
+  row of `curves.SEEDS_FOR_BAND` shared seeds or more also has the mean's 95 % interval by Student's
+  t.
 
   Args:
     axes: axes of matplotlib.
@@ -446,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     "--difference",
     type=float,
     default=0.02,
-    help="a true difference; the table has the seeds to detect it",
+    help="a true difference; the last column has the number of seeds that would detect it",
   )
   parser.add_argument(
     "--phase", choices=("eval", "train"), default="eval", help="phase of the metric"

@@ -176,8 +176,8 @@ def _check_curve(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
     )
   if np.any(np.diff(x) < 0) or not np.isfinite(x).all():
     raise ValueError(
-      "a curve's x is not finite or does not ascend; leave out points that are not finite, and sort"
-      " the others by x"
+      "a curve's x is not finite or does not ascend; leave out points whose x is not finite, and"
+      " sort the others by x"
     )
   return x, y
 

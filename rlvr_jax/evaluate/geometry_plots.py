@@ -167,7 +167,7 @@ def group_sizes(
   """The batch's participation ratio and n_eff for groups cut to sizes 2, 4, 8, … and G.
 
   For each sample of size g, g rollouts of every prompt are drawn without replacement, and
-  `advantage` computes their coefficients. At size G every sample is the full batch. The `Band`
+  `advantage` computes their coefficients. At size G every sample is the full batch. A `Band`
   shows the variation over the choice of rollouts; the variation between batches is larger.
 
   Args:
@@ -398,7 +398,7 @@ def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
   if choices is None:
     raise ValueError(
       f"the measurement after update {measurement.update} has no load of experts: the policy has"
-      " no experts, or the run was made before this load was recorded"
+      " no experts, or the run was made by a version that did not record it"
     )
   total = np.maximum(choices.sum(axis=1, keepdims=True), 1)
   load = choices.shape[1] * np.sort(choices / total, axis=1)[:, ::-1]
