@@ -34,8 +34,8 @@ class GramFn(NamedTuple):
       parameters are trained, and `forward` is None if `needs_forward` is False.
     needs_forward: whether `gram` reads `forward`.
     projection: size V of the vocabulary → f32[V, C], a random projection R_v of the vocabulary.
-      The forward pass accumulates R_vᵀd for the derivatives d of −log π with respect to the logits.
-      None: no projection.
+      The forward pass accumulates R_vᵀd for the derivatives d of −log π with respect to the product
+      of hidden states and head kernel. None: no projection.
     cost: (batch, hidden [M, R, L, D], kernel [D, V], context) → metrics of the cost of one Gram
       matrix, computed from shapes, dtypes and the number of micro-batches only.
     error: arguments as for `gram` → f32[], an estimate of the error ‖K̂ − K‖_F/‖K‖_F. K̂ is the

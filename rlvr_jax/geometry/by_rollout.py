@@ -78,9 +78,9 @@ def outer_sums(
   index: Array | int,
   tile: tuple[int, int | None],
 ) -> Array:
-  """`sums`, where each rollout of one micro-batch has the entry Σ_n left[n] ⊗ right[n].
+  """`sums`, with the entries of one micro-batch's rollouts set to Σ_n left[n] ⊗ right[n].
 
-  n runs over the rollout's positions. Entries of the other micro-batches' rollouts are kept. Each
+  n runs over a rollout's positions. Entries of the other micro-batches' rollouts are kept. Each
   rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
 
   Args:

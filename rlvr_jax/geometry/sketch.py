@@ -24,10 +24,10 @@ def sketch(
 
       g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
 
-  h are the hidden states, and d the derivatives of −log π with respect to the logits. The error of
-  one copy scales as √(1/a + 1/b); averaging s copies divides this error by √s. The forward pass
-  accumulates R_vᵀd over the vocabulary, at the cost of s·b/D head products. A head product is the
-  product of all hidden states and the head's kernel. The rest costs
+  h are the hidden states, and d the derivatives of −log π with respect to h·W, W the head's kernel.
+  The error of one copy scales as √(1/a + 1/b); averaging s copies divides this error by √s. The
+  forward pass accumulates R_vᵀd over the vocabulary, at the cost of s·b/D head products. A head
+  product is the product of all hidden states and W. The rest costs
   s·a/V + s·a·b·(1 + B²/n)/(D·V) head products, where n is the number of positions in the rows.
 
   A′, the coefficients that SALT computes from K, are more sensitive to the error than K. A′ jumps

@@ -54,8 +54,8 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n head products.
 
-  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to the logits. A
-  head product is the product of all hidden states and the head's kernel. n is the number of
+  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to h·W, W the
+  head's kernel. A head product is the product of all hidden states and W. n is the number of
   positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one product
   recomputes the logits, whose normalizer is known, and another product forms the block of every
   g_i; the inner products g_i · g_j cost B²/n. All products accumulate in float32 (float64 for
@@ -68,11 +68,11 @@ def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
 
   Args:
     feature: "score": g_i as above; "sampled": g_i = Σ_t h ⊗ (−onehot(y)), without the softmax.
-    block_elements: maximum number of elements of a block's largest array, [B, v, D] or [R·L, v]. It
-      sets the block's width v, of 128 to 512 columns. Each block reads the hidden states; with
-      several micro-batches on a mesh, each block gathers them again. Wide blocks are faster on
-      accelerators, and blocks that fit the caches are faster on CPUs. Blocks of "sampled" are
-      columns of the hidden states, [n, d].
+    block_elements: number of elements that a block's largest array, [B, v, D] or [R·L, v], should
+      not exceed. It sets the block's width v, of 128 to 512 columns. Each block reads the hidden
+      states; with several micro-batches on a mesh, each block gathers them again. Wide blocks are
+      faster on accelerators, and blocks that fit the caches are faster on CPUs. Blocks of "sampled"
+      are columns of the hidden states, [n, d].
   Raises:
     ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
