@@ -67,7 +67,7 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
   if "reward" in reference:
     raise ValueError(
       "the reference has a field 'reward', but the reward is a keyword of the grader; remove this"
-      f" field, and name the grader code(reward={reference['reward']!r})"
+      f" field, and set the grader to code(reward={reference['reward']!r})"
     )
   if reward not in REWARDS:
     raise ValueError(f"reward is {reward!r}, allowed: {list(REWARDS)}")
