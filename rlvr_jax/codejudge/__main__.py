@@ -4,7 +4,7 @@ PROGRAM is a file of Python source; TESTS is a JSON file, whose fields are liste
 Prints the verdict as one line of JSON.
 
 Exit status: 0 if all tests pass, 1 if not, 2 if the arguments or the tests are invalid, 3 if the
-sandbox gave no verdict, so that nothing is known about the program.
+sandbox gave no verdict. After status 3, nothing is known about the program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def main() -> int:
   try:
     tests = json.loads(text)
     if not isinstance(tests, dict):
-      raise ValueError(f"is a JSON {type(tests).__name__}, must be an object with 'style'")
+      raise ValueError(
+        f"the file contains a JSON {type(tests).__name__}, but tests are a JSON object with the"
+        " field 'style'"
+      )
     tasks.check(tests)
     with contextlib.closing(open_sandbox()) as sandbox:
       verdict = tasks.judge(sandbox, source, tests)

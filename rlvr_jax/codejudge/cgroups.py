@@ -38,7 +38,7 @@ class Group:
     needed = {"memory", "pids"}
     available = (parent / "cgroup.controllers").read_text().split()
     if not needed <= set(available):
-      raise OSError(f"has the controllers {available}, needs memory and pids")
+      raise OSError(f"the controllers memory and pids are needed, but the group has {available}")
     controllers = (parent / "cgroup.subtree_control").read_text().split()
     if not needed <= set(controllers):
       (parent / "cgroup.subtree_control").write_text("+memory +pids")
@@ -53,7 +53,7 @@ class Group:
       self._write("pids.max", PROCESSES + _LAUNCHER_PROCESSES)
     except (OSError, subprocess.CalledProcessError) as error:
       self.path.rmdir()
-      raise OSError(f"no process can be moved into it ({error})") from error
+      raise OSError(f"no process can be moved into a new group below it ({error})") from error
     for name, value in (("memory.swap.max", "0"), ("cpu.max", "100000 100000")):
       with contextlib.suppress(OSError):  # no swap here, or no such controller
         self._write(name, value)

@@ -1,8 +1,8 @@
 """Runs generated code in a sandbox: isolated from network and files, limited, and always killed.
 
-The package `harness` runs inside the sandbox, and documents its processes. It enters namespaces,
-which needs libseccomp and Linux 5.12 or later that permits the user, or root, to create them. An
-item (one program with its tests) gets:
+The package `harness` runs inside the sandbox; its docstring describes the processes. `harness`
+enters namespaces. This needs libseccomp and Linux 5.12 or later. The system must also permit the
+user, who may be root, to create namespaces. An item (one program with its tests) gets:
 
 * an empty network; no environment variables; at most the rights of an ordinary user
 * from the file system only the system's programs and libraries and the interpreter, read-only; no
@@ -13,7 +13,8 @@ item (one program with its tests) gets:
   programs do not need
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
 * a limit of processor time, the same limit for time asleep, and a deadline (`deadline_s`). All the
-  item's processes are killed at any of these limits, and when the process that waits for it dies
+  item's processes are killed at any of these limits, and when the process that waits for the item
+  dies
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def _ignore() -> None:
 
 
 class Sandbox:
-  """An isolated launcher; runs one item at a time, each isolated from the others.
+  """A launcher process, which runs one item (a program with its tests) at a time.
 
   Args:
-    mechanism: "namespaces" or "none".
+    mechanism: "namespaces" isolates items from the system and from one another; "none" does not.
   Raises:
     SandboxError: the sandbox does not work here.
   """
@@ -123,9 +124,10 @@ class Sandbox:
       program: "mode" ("calls", "cases" or "last") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; the program's process never has them.
       time_limit_s: total processor time of all processes, seconds. The same limit holds for the
-        time in which all of them sleep: none runs, and none waits for a core or the disk. Without
+        time in which all processes sleep: none runs, and none waits for a core or the disk. Without
         isolation neither time is measured, and time_limit_s limits the wall-clock time.
-      memory_mib: address space of each process, and total memory of all processes, MiB.
+      memory_mib: limit on the address space of each process, and on the total memory of all
+        processes, MiB.
       on_asleep: called at most once, when the program sleeps and leaves its core to others.
     Returns:
       The judge's verdict; or {"timeout": true}; or {"memory": true} if all processes together
@@ -288,7 +290,8 @@ def open_sandbox() -> Sandbox:
   """Opens a sandbox whose isolation has been tested.
 
   Raises:
-    SandboxError: the sandbox does not work here, and `UNSANDBOXED` is not given.
+    SandboxError: the sandbox does not work here, and the environment variable that `UNSANDBOXED`
+      names does not have the value `ACCEPTED`.
   """
   try:
     sandbox = Sandbox(NAMESPACES)
@@ -301,6 +304,6 @@ def open_sandbox() -> Sandbox:
       f"generated code is not run here, because the sandbox does not work: {error}. Allow user "
       "namespaces (sysctl kernel.unprivileged_userns_clone=1, "
       "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0; in a "
-      "container, a seccomp profile that lets unshare pass). To run it without a sandbox: "
-      f"{UNSANDBOXED}={ACCEPTED!r}"
+      "container, a seccomp profile that lets unshare pass). To run generated code without a "
+      f"sandbox, set {UNSANDBOXED}={ACCEPTED!r}"
     ) from error

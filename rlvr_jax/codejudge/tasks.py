@@ -1,16 +1,16 @@
 """Tests of a program as data: checks their form, and converts them to input of the sandbox.
 
 Tests are a JSON object with a "style" and the fields of that style:
-  "asserts": "tests", texts to execute separately; "setup", executed after the program. In tests,
-    names that the setup imports are the judge's own; other definitions of the setup belong to the
-    program.
+  "asserts": "tests", texts to execute separately; "setup", executed after the program. The judge
+    itself executes the setup's imports for the tests, so the program cannot replace the imported
+    names. The setup's other definitions are part of the program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", the beginning of a program that does not define the entry point itself.
+    "prompt", a program's beginning, for programs that do not define the entry point themselves.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-Tests, setups and prompts import from the standard library only. The last two styles have optional
-fields:
+Tests, setups and prompts import from the standard library only. The styles "function" and "stdin"
+have optional fields:
   "absolute_tolerance", "relative_tolerance": a number of an output may differ from the expected
     number by the larger of two bounds: the absolute tolerance, and the relative tolerance times
     the expected number. Two integers must be equal. Without these fields, see README.md.
@@ -139,9 +139,9 @@ def _check_modules(tests: Sequence[str], setup: str) -> None:
   if modules:
     name = min(modules)
     raise ValueError(
-      f"a test uses {name!r} as a module, which nothing imports, so a program could define it:"
-      f" import it in the setup (standard library only); if {name!r} is an object of the program,"
-      " assign it in the setup"
+      f"a test uses {name!r} as a module, but neither the tests nor the setup import it, so a"
+      f" program could define it. If {name!r} is a module, import it in the setup (standard library"
+      f" only). If {name!r} is an object of the program, assign it in the setup"
     )
 
 
@@ -177,11 +177,11 @@ def judge(
     tests: tests in one of the forms above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
-    The result of `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first
-    failed test; or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was
-    killed.
+    The result of `Sandbox.run`: "passed" and "total", numbers of tests, and "failure", a text about
+    the first failed test; or {"timeout": true}; or {"memory": true}; or {"died": status} if the
+    judge was killed.
   Raises:
-    SandboxError: the sandbox does not work, which says nothing about the program.
+    SandboxError: the sandbox does not work; nothing is known about the program.
   """
   program, task = _PREPARE[tests["style"]](source, tests)
   return sandbox.run(
@@ -307,9 +307,9 @@ _PREPARE: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
 def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
   """Names that tests take from the program, and modules that they use without importing them.
 
-  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. There is
-  an exception: if tests use no other name, the builtins that they call are taken from the program.
-  MBPP needs this for a function called `sum`.
+  Builtins are not taken from the program, so the program cannot replace `set` or `abs` in a test.
+  There is an exception: if tests use no other name, the builtins that they call are taken from the
+  program. MBPP needs this for a function called `sum`.
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   name_nodes = [node for node in nodes if isinstance(node, ast.Name)]

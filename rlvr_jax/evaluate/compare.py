@@ -85,7 +85,7 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
-  """Writes results to a file, one per line, without the folders of the runs."""
+  """Writes results to a file, one per line, without their field `workdir`."""
   rows = [{k: v for k, v in result.items() if k != "workdir"} for result in results]
   with replace_file(path) as file:
     file.write("\n".join(["[", ",\n".join(map(json.dumps, rows)), "]\n"]).encode())
@@ -115,9 +115,9 @@ def result_curve(
   """The curve of a metric in one run, like `curves.curve`: positions and values, f64[N] each.
 
   Every result has its run's evaluations. Metrics of training are read from the run's workdir. A
-  file of results may also have metrics of training over updates, in two fields. `curves` maps a
-  metric to pairs (update, value). `train` maps a metric to its means over equally long spans of
-  updates; the curve has each mean at the middle of its span.
+  file of results may also have metrics of training over updates, in the fields `curves` and
+  `train`. `curves` maps a metric to pairs (update, value). `train` maps a metric to its means over
+  equally long spans of updates; the curve has each mean at the middle of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.
@@ -133,7 +133,10 @@ def result_curve(
     if phase == "eval":
       return curves.curve(_to_records(result["evaluations"]), metric, over)
     if "workdir" not in result:
-      raise ValueError("a file of results has only evaluations; give the workdir of the sweep")
+      raise ValueError(
+        f"the file of results has no curve of {metric!r} over {over!r}; give the workdir of the"
+        " sweep instead"
+      )
     return curves.curve(read_metrics(result["workdir"]), metric, over, phase)
   except ValueError as error:
     raise ValueError(f"{result['label']}, seed {result['seed']}: {error}") from error
@@ -177,7 +180,10 @@ def markdown_table(
 
 
 def mean_cell(values: Sequence[float]) -> str:
-  """A table cell: mean over seeds ± half of the 95 % interval; no ± if all values are equal."""
+  """A table cell: mean over seeds ± half-width of its 95 % interval.
+
+  The half-width is omitted if all values are equal.
+  """
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
@@ -185,8 +191,8 @@ def mean_cell(values: Sequence[float]) -> str:
 def difference_cell(difference: Difference, digits: int = 3) -> str:
   """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  The interval is omitted if both its ends are equal at this number of digits: seeds that are equal
-  by chance do not show how much other seeds would differ.
+  The interval is omitted if both its ends are equal at this number of digits. The differences
+  may then be equal by chance, and do not show how much those of other seeds would vary.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)
@@ -267,9 +273,10 @@ HEADER = (
 
 
 DASHES = (
-  "A dash stands where there is nothing to say: of the baseline's difference to itself, of a"
-  " difference with fewer than two shared seeds or that is the same for every seed, of an error"
-  " over seeds with one seed, and over problems of a metric without an interval."
+  "A dash stands for a missing value. The baseline has no difference to itself. A label"
+  " that shares fewer than two seeds with the baseline has no difference either. A difference that"
+  " is the same for every seed has only a mean. One seed has no error over seeds. A metric without"
+  " an interval has no error over problems."
 )
 
 
@@ -326,7 +333,7 @@ def _difference_cells(
 
 
 def provenance(results: Iterable[Result]) -> str:
-  """The commits and devices of the results, one line each."""
+  """One line with the commits of the results, and one line with their devices."""
   results = list(results)
   lines = []
   for field in ("commit", "device"):
@@ -354,8 +361,9 @@ def plot_differences(
 ) -> None:
   """Plots differences to the baseline, paired by seed: a row per label, in the given order.
 
-  A row has a dot for each shared seed. From two shared seeds on it also has their mean, and from
-  `curves.SEEDS_FOR_BAND` on also the mean's 95 % interval by Student's t.
+  A row has a dot for each shared seed. A row of two shared seeds or more also has the dots' mean. A
+  row of `curves.SEEDS_FOR_BAND` shared seeds or more also has the mean's 95 % interval by Student's
+  t.
 
   Args:
     axes: axes of matplotlib.
@@ -436,7 +444,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--metric", default=METRIC, help=f"default: {METRIC}")
   parser.add_argument("--baseline", help="label to compare with; default: the first")
   parser.add_argument(
-    "--difference", type=float, default=0.02, help="difference to detect with enough seeds"
+    "--difference",
+    type=float,
+    default=0.02,
+    help="a true difference; the last column has the number of seeds that would detect it",
   )
   parser.add_argument(
     "--phase", choices=("eval", "train"), default="eval", help="phase of the metric"

@@ -1,7 +1,7 @@
 """Learning curves over any axis (updates, tokens, model FLOPs, seconds), and the time by phase.
 
 The curves are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals
-since the run first began; resuming the run does not reset them.
+of tokens, FLOPs and seconds since the run first began. Resuming the run does not reset the totals.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def curve(
   Returns:
     x, y: both f64[records].
   Raises:
-    ValueError: the axis is unknown, no record has the metric, or a record with it lacks the axis.
+    ValueError: the axis is unknown, no record has the metric, or a record with the metric lacks the
+      axis.
   """
   check_choice("curve", "over", over, AXES)
   phase_records = [record for record in records if record["phase"] == phase]
@@ -79,7 +80,7 @@ def curve(
     hint = "; metrics of updates need --phase=train" if is_of_updates else ""
     raise ValueError(
       f"curve: none of the {len(phase_records)} records of phase {phase!r} has the metric"
-      f" {metric!r}{hint}; they have {names}"
+      f" {metric!r}{hint}; these records have {names}"
     )
   return _axis_positions(points, over), np.array([record[metric] for record in points], np.float64)
 
@@ -93,7 +94,7 @@ def _axis_positions(records: Sequence[Record], over: str) -> Floats:
       raise ValueError(
         f"curve: over = {over!r} needs {missing}, which the {record['phase']} record of step"
         f" {record['step']} lacks: the run was made before this axis existed. Choose one of"
-        f" {available}, or run it again in another --workdir"
+        f" {available}, or repeat the run in another --workdir"
       )
   return np.array([[r[field] for field in AXES[over][1]] for r in records], np.float64).sum(axis=1)
 
@@ -113,7 +114,7 @@ def mean_curve(
   *,
   within: tuple[float, float] = UNBOUNDED,
 ) -> MeanCurve:
-  """Mean over seeds on a common grid, by linear interpolation within the range of all curves.
+  """Mean over seeds by linear interpolation on a grid over the range of x that all curves share.
 
   Args:
     curves: (x, y) of each seed, x ascending; if several points have the same x, the last point is
@@ -125,12 +126,17 @@ def mean_curve(
   """
   checked = [_check_curve(x, y) for x, y in curves]
   if len(checked) < 2:
-    raise ValueError(f"mean_curve: {len(checked)} curves have no interval; run two seeds or more")
+    raise ValueError(
+      f"mean_curve: an interval needs the curves of two seeds or more, got {len(checked)}; run more"
+      " seeds"
+    )
   first = max(x[0] for x, _ in checked)
   last = min(x[-1] for x, _ in checked)
   if first > last:
     ranges = ", ".join(f"{x[0]:g} to {x[-1]:g}" for x, _ in checked)
-    raise ValueError(f"mean_curve: the curves share no range of x: {ranges}; run them for longer")
+    raise ValueError(
+      f"mean_curve: the curves share no range of x: {ranges}; train the runs for longer"
+    )
   grid = np.linspace(first, last, num)
   values = np.stack([np.interp(grid, x, y) for x, y in checked])
   n = len(values)
@@ -164,9 +170,15 @@ def _check_curve(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
   """Returns x and y as f64[points]; raises ValueError if they are not a curve."""
   x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
   if x.ndim != 1 or x.shape != y.shape or not x.size:
-    raise ValueError(f"a curve needs as many x as y, at least one; got {x.shape} and {y.shape}")
+    raise ValueError(
+      f"x and y of a curve must be arrays [points] of the same length ≥ 1; got the shapes {x.shape}"
+      f" and {y.shape}"
+    )
   if np.any(np.diff(x) < 0) or not np.isfinite(x).all():
-    raise ValueError("a curve's x must be finite and ascend; sort its points")
+    raise ValueError(
+      "a curve's x is not finite or does not ascend; leave out points whose x is not finite, and"
+      " sort the others by x"
+    )
   return x, y
 
 
@@ -174,7 +186,10 @@ def _check_curve(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
 
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
-  """Seconds by phase of the run, from the fields "time/<phase>_seconds"; phases may overlap."""
+  """Seconds by phase of a run's work, such as "generate", from the fields "time/<phase>_seconds".
+
+  Phases may overlap.
+  """
   seconds: dict[str, float] = {}
   for record in records:
     for name, value in record.items():
@@ -197,7 +212,7 @@ def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
   if elapsed <= 0:
     raise ValueError(
       f"time_table: none of the {len(records)} records has {ELAPSED}: the run was made"
-      " before this field existed; run it again in another --workdir"
+      " before this field existed; repeat the run in another --workdir"
     )
   return {phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()}
 
@@ -271,7 +286,7 @@ def save_figure(
   size: tuple[float, float] = (6.4, 4),
   dpi: int = 120,
 ) -> Iterator[Any]:
-  """Context with the axes of a figure. On exit the figure is saved in the extension's format.
+  """Context with the axes of a figure. On exit it saves the figure in the format of the extension.
 
   Args:
     path: path of the file.

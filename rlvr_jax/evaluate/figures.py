@@ -64,7 +64,7 @@ def method_style(index: int) -> dict[str, Any]:
 
 
 def legend_outside(axes: Any, **options: Any) -> None:
-  """Puts the legend of `axes` to its right, off the data; `options` go to `legend`."""
+  """Puts the legend to the right of `axes`, outside the data; `options` go to `axes.legend`."""
   axes.legend(
     **{
       "loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False,

@@ -101,7 +101,11 @@ class SaltResult(NamedTuple):
 
 
 def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
-  """Computes A' = P_k A + α (I − P_k) A⁺ over the full batch; `salt` is `reweighting.salt(...)`."""
+  """SALT's A' over the full batch, P_k A + α (I − P_k) A⁺ with A⁺ = max(A, 0).
+
+  P_k projects onto the top k eigenvectors of the Gram matrix. `salt` is `reweighting.salt(...)`,
+  whose arguments can change this formula.
+  """
   A = measurement.coefficients
   # Only an ablation uses the key: the random subspace.
   key = jax.random.key(measurement.update)
@@ -160,11 +164,11 @@ class GroupSizes(NamedTuple):
 def group_sizes(
   measurement: Measurement, advantage: Advantage, *, num_samples: int = 100, seed: int = 0
 ) -> GroupSizes:
-  """Participation ratio and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
+  """The batch's participation ratio and n_eff for groups cut to sizes 2, 4, 8, … and G.
 
   For each sample of size g, g rollouts of every prompt are drawn without replacement, and
-  `advantage` computes their coefficients. At size G every sample is the full batch. The range shows
-  the variation over the choice of rollouts; the variation between batches is larger.
+  `advantage` computes their coefficients. At size G every sample is the full batch. A `Band`
+  shows the variation over the choice of rollouts; the variation between batches is larger.
 
   Args:
     measurement: a batch of P groups of G ≥ 2.
@@ -242,7 +246,7 @@ class UpdateNorms(NamedTuple):
   updates: np.ndarray
   norm: np.ndarray  # ‖Σ A_i g_i‖/B, for B valid rollouts
   reweighted: np.ndarray  # ‖Σ A'_i g_i‖/B
-  residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
+  residual: np.ndarray  # norm of the part of Σ A_i g_i/B outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
 
 
@@ -266,7 +270,10 @@ def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> Upda
 
 
 def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
-  """Plots λ_i/Σλ on a logarithmic scale, with PR, k, and the level of B orthogonal rollouts."""
+  """Plots λ_i/Σλ on a logarithmic scale, with the participation ratio (PR) and SALT's k.
+
+  A horizontal line shows the level of B orthogonal gradients, 1/B.
+  """
   result = apply_salt(measurement, salt)
   size = measurement.gram.shape[0]
   grams = {
@@ -312,7 +319,7 @@ def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
 
 
 def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) -> None:
-  """Plots PR and n_eff against the group size, with the 95 % range of the subsamples."""
+  """Plots participation ratio (PR) and n_eff by group size, with the subsamples' 95 % range."""
   result = group_sizes(measurement, advantage)
   prompts = measurement.rewards.shape[0]
   axes.plot(result.sizes, prompts * result.sizes, ":", color="0.5", label="rollouts, P·G")
@@ -351,7 +358,7 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
 
 
 def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
-  """Plots ‖Σ A_i g_i‖/B over a run for A and A', its residual part, and the bound on that part."""
+  """Plots ‖Σ A_i g_i‖/B over a run for A and A', and for A also the residual part and its bound."""
   norms = update_norms(measurements, salt)
   axes.plot(norms.updates, norms.norm, "o-", color=PLAIN, label="update norm, A")
   axes.plot(norms.updates, norms.reweighted, "o-", color=RESULT, label="update norm, A'")
@@ -391,7 +398,7 @@ def plot_expert_load(axes: Any, measurement: Measurement) -> Any:
   if choices is None:
     raise ValueError(
       f"the measurement after update {measurement.update} has no load of experts: the policy has"
-      " no experts, or the run is of a version that did not record it"
+      " no experts, or the run was made by a version that did not record it"
     )
   total = np.maximum(choices.sum(axis=1, keepdims=True), 1)
   load = choices.shape[1] * np.sort(choices / total, axis=1)[:, ::-1]

@@ -40,8 +40,8 @@ def evaluate_problems(
 ) -> Iterator[EvaluatedBatch]:
   """Evaluates problems in order; grading runs while the devices generate further responses.
 
-  Every evaluation samples with the same keys: two evaluations differ only by the parameters, and a
-  resumed evaluation samples the same responses.
+  Every evaluation samples with the same random keys: two evaluations differ only by the policy's
+  parameters, and a resumed evaluation samples the same responses.
 
   Args:
     sampler: a sampler with the purpose "evaluation".
@@ -87,11 +87,11 @@ def accuracy(
   """pass@k, mean and, if n ≥ 3, majority, with 95 % intervals over problems.
 
   The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
-  counts as incorrect. Majorities are omitted where graders extract no answers, and, with a
-  warning, if a grader gives the same answer different grades.
+  counts as incorrect. Majorities are omitted if the graders extract no answers. They are omitted
+  with a warning if a grader gives the same answer to a problem different grades.
 
   Args:
-    samples: [problems][n].
+    samples: [problems][n], n samples of each problem.
     ks: the values of k of pass@k.
     seed: seed of the bootstrap.
     max_turns: the largest number of turns that the policy may take in a dialogue.

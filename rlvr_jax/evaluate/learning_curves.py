@@ -55,7 +55,10 @@ def plot_groups(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_lengths(axes: Any, records: Sequence[Record]) -> None:
-  """Plots the mean response length and its middle 80 %; the title has the truncated share."""
+  """Plots the mean and the middle 80 % of response lengths.
+
+  The title has the largest share of truncated responses.
+  """
   color = COLORS["plain"]
   _plot(axes, records, "train", "response/length", "mean", color=color)
   label = "10th to 90th percentile"
@@ -73,7 +76,7 @@ def plot_entropy(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_shift(axes: Any, records: Sequence[Record]) -> None:
-  """Plots the distance from the behavior policy: the k3 estimate, and the clipped tokens."""
+  """Plots the k3 estimate of KL(β‖π), β the behavior policy, and the fraction of clipped tokens."""
   color, clipped = COLORS["behavior"], COLORS["plain"]
   _plot(axes, records, "train", "behavior/kl_k3", color=color)
   _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))

@@ -57,8 +57,8 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
   seeds = sorted(values.keys() & baseline.keys())
   if len(seeds) < 2:
     raise ValueError(
-      f"paired_difference: seeds {sorted(values)} and {sorted(baseline)} share {len(seeds)}; run"
-      " both with at least two of the same seeds"
+      f"paired_difference: the seeds {sorted(values)} and the baseline's seeds {sorted(baseline)}"
+      f" share {len(seeds)}, but at least 2 are needed; run both methods with the same seeds"
     )
   data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
   mean, half_width = mean_and_half_width(data)
@@ -157,5 +157,7 @@ def _check_seeds(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
   """Returns the values as f64[seeds]; raises ValueError if there are fewer than two."""
   data = np.asarray(values, np.float64)
   if data.ndim != 1 or data.size < 2:
-    raise ValueError(f"values of two or more seeds are needed, got shape {data.shape}")
+    raise ValueError(
+      f"one value for each of two or more seeds is needed, got an array of shape {data.shape}"
+    )
   return data

@@ -137,8 +137,8 @@ def wilson_interval(
   """
   if not 0 <= share <= 1 or num_problems < 1 or not 0 < confidence < 1:
     raise ValueError(
-      f"wilson_interval of share {share}, {num_problems} problems, confidence {confidence}: a share"
-      " lies in [0, 1], confidence in (0, 1), and there is at least one problem"
+      f"wilson_interval: share = {share}, num_problems = {num_problems}, confidence = {confidence};"
+      " allowed are a share in [0, 1], num_problems ≥ 1, and a confidence in (0, 1)"
     )
   z, n = float(special.ndtri((1 + confidence) / 2)), num_problems
   center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
@@ -188,7 +188,7 @@ def summarize(
   """
   correct = np.asarray(correct, bool)
   if correct.ndim != 2 or not correct.size:
-    raise ValueError(f"correct must be a non-empty [problems, n], got shape {correct.shape}.")
+    raise ValueError(f"correct must be a non-empty array [problems, n], got shape {correct.shape}.")
   count, n = correct.sum(axis=1), correct.shape[1]
   per_problem = {f"pass@{k}": pass_at_k(n, count, k) for k in ks}
   per_problem["mean"] = mean_at_n(correct)

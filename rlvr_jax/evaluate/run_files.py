@@ -34,5 +34,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   with open_lines(path) as lines:
     for number, record in enumerate(parse_records(lines, path), start=1):
       if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
-        raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
+        raise DamagedFileError(
+          f"{path}, line {number} lacks an integer 'step' or a string 'phase'; remove that line."
+        )
       yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}

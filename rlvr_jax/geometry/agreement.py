@@ -30,20 +30,20 @@ def gram_agreement(
 
   The measure is the Pearson correlation of the off-diagonal cosines of the two Gram matrices, over
   pairs of rollouts whose gradients are not zero. At 1, the subset that is cheaper to compute can
-  replace the other subset. A correlation below the 95 % quantile of either null distribution is no
-  evidence of agreement.
+  replace the other subset. A correlation below the 95 % quantile of either of the two null
+  distributions that follow is no evidence of agreement.
 
-  The permutation null matches the rollouts of `a` and `b` at random, which preserves both spectra.
-  The noise null replaces the features of `b` by Gaussian features. Cosines do not depend on the
-  norms of features, except that a zero feature stays zero. So only the triangular factor of the
-  features is needed. It is sampled exactly from its distribution (Bartlett), with B²/2 numbers
-  instead of B·feature_dim. Where the dimension is well above B, the correlation hardly depends on
-  the dimension, since all cosines shrink as 1/√dimension.
+  The permutation null matches the rollouts of `gram_a` and `gram_b` at random, which preserves the
+  spectra of both matrices. The noise null replaces the features of `gram_b` by Gaussian features;
+  features that are zero stay zero. Write the Gaussian features as L·Q, where L is triangular and Q
+  orthonormal: their cosines depend on L only. L is sampled exactly from its distribution
+  (Bartlett), with B²/2 numbers instead of B·feature_dim. If feature_dim is well above B, the noise
+  null hardly depends on feature_dim, since all cosines shrink as 1/√feature_dim.
 
   Args:
     gram_a, gram_b: f32[B, B].
     key: random key.
-    feature_dim: number of parameters of subset `b`.
+    feature_dim: number of parameters of the subset of `gram_b`.
     num_permutations: number of samples of each null.
   Returns:
     See `Agreement`. A correlation is 0 if the cosines of one matrix are all equal (standard

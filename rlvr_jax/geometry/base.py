@@ -23,21 +23,23 @@ class GramFn(NamedTuple):
   """A method that computes the inner products of per-rollout gradient features.
 
   The feature "score" of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the
-  parameters. The feature "sampled" omits the softmax term in the derivative of log π with respect
-  to the logits: g_i = ∇_φ(−Σ_t m[i,t] z[i,t]/τ), where z is the logit of the sampled token. m is
-  the loss mask before any veto.
+  parameters. π[i,t] is the policy's probability of token t of rollout i. m is the loss mask before
+  any veto of tokens. The feature "sampled" omits the softmax term in the derivative of log π with
+  respect to the logits: g_i = ∇_φ(−Σ_t m[i,t] z[i,t]/τ), where z is the logit of the sampled token
+  and τ the temperature.
 
   Attributes:
-    gram: (trained, frozen, batch, forward, context) → f32[B, B], g_i · g_j, not divided by B,
-      rollouts in the order of batch.tokens.reshape(B, T). `frozen` is {} if all parameters are
-      trained, and `forward` is None if `needs_forward` is False.
+    gram: (trained, frozen, batch, forward, context) → f32[B, B] with the entries g_i · g_j, not
+      divided by B. Rollouts are in the order of batch.tokens.reshape(B, T). `frozen` is {} if all
+      parameters are trained, and `forward` is None if `needs_forward` is False.
     needs_forward: whether `gram` reads `forward`.
-    projection: V → f32[V, R], a random projection R_v of the vocabulary; the forward pass
-      accumulates the projected derivatives. None: no projection.
+    projection: size V of the vocabulary → f32[V, C], a random projection R_v of the vocabulary.
+      The forward pass accumulates R_vᵀd for the derivatives d of −log π with respect to the product
+      of hidden states and head kernel. None: no projection.
     cost: (batch, hidden [M, R, L, D], kernel [D, V], context) → metrics of the cost of one Gram
       matrix, computed from shapes, dtypes and the number of micro-batches only.
-    error: arguments as for `gram` → f32[], the estimated error ‖K̂ − K‖_F/‖K‖_F; None if `gram` is
-      exact.
+    error: arguments as for `gram` → f32[], an estimate of the error ‖K̂ − K‖_F/‖K‖_F. K̂ is the
+      result of `gram`, and K the exact matrix. None: `gram` is exact, or its error is unknown.
     feature: "score" or "sampled".
   """
 

@@ -55,7 +55,11 @@ def find_places(batch: TrainBatch) -> Places:
 
 
 def choose_tile(batch: TrainBatch) -> tuple[int, int | None]:
-  """(positions per tile, tiles per rollout); the latter is None if rollouts' lengths differ."""
+  """(positions per tile, tiles per rollout), for `outer_sums`.
+
+  A tile is a range of a rollout's positions that are multiplied at once. The number of tiles is
+  None for a packed batch, whose rollouts differ in length.
+  """
   width, tiles = split_into_tiles(batch.tokens.shape[-1])
   return width, None if batch.packed is not None else tiles
 
@@ -74,13 +78,14 @@ def outer_sums(
   index: Array | int,
   tile: tuple[int, int | None],
 ) -> Array:
-  """Adds Σ_n left[n] ⊗ right[n], over a rollout's positions n, for each rollout of one micro-batch.
+  """`sums`, with the entries of one micro-batch's rollouts set to Σ_n left[n] ⊗ right[n].
 
-  Each rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
+  n runs over a rollout's positions. Entries of the other micro-batches' rollouts are kept. Each
+  rollout is multiplied in as many tiles as it needs, so that short rollouts cost less.
 
   Args:
-    sums: [B, X, Y], in the order of the batch.
-    left, right: [R·L, X] and [R·L, Y], 0 at positions that do not count.
+    sums: [B, X, Y], rollouts in the order of the batch.
+    left, right: [R·L, X] and [R·L, Y], 0 at positions that are not in the loss.
     index: the index of the micro-batch.
     tile: the result of `choose_tile`.
   """

@@ -61,15 +61,17 @@ def diagnose(
       defaults, whatever its reweighting, so that runs can be compared.
   Returns:
     f32[] each, all finite if A and A' are finite:
-      geometry/gram_usable: 0 if the Gram matrix is zero or not finite, so that the other metrics
-        mean nothing.
+      geometry/gram_usable: 0 if the Gram matrix is zero or not finite, otherwise 1. At 0 the other
+        metrics mean nothing.
       geometry/participation_ratio: effective number of directions of the batch's gradients, in
         [1, B]. Near 1 all rollouts push in one direction, whatever their number.
       geometry/group_participation_ratio: the mean of the groups' participation ratios, in [1, G].
-      geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
-        weighted gradients cancel, and more rollouts help little; independent rollouts give about 1;
-        far above 1 the weighted gradients reinforce one another.
-      geometry/group_effective_rollouts/…: the mean over groups; see `effective_rollouts_histogram`.
+      geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]; for its
+        definition see `ops.spectral.effective_rollouts`. Below 1 the weighted gradients cancel, and
+        more rollouts help little; independent rollouts give about 1; far above 1 the weighted
+        gradients reinforce one another.
+      geometry/group_effective_rollouts/mean: the mean of the groups' n_eff under A.
+      geometry/group_effective_rollouts/…: see `effective_rollouts_histogram`.
       geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
       geometry/rank: k, the dimension of the shared subspace.
       geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
@@ -139,13 +141,13 @@ def cosine_gram(gram: Array) -> Array:
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
 
-  At 1 the G rollouts of a prompt carry as much information as one rollout. On-policy, independent
-  rollouts have a mean inner product of 0. Their mean cosine need not be 0: with two answers of
-  probabilities p and q, it is (p − q)². The mean of max(cosine, 0) counts agreement only (**open**:
-  our reading of mean positive cosine). If this mean is well above the mean cosine, prompts have
-  opposed rollouts, for example successes and failures. Between prompts, values near 1 mean that all
-  prompts push in one direction (a format, a length); values below 0 mean that prompts oppose each
-  other.
+  If the mean cosine within prompts is 1, the G rollouts of a prompt carry as much information as
+  one rollout. On-policy, independent rollouts have a mean inner product of 0. Their mean cosine
+  need not be 0: with two possible answers of probabilities p and q, it is (p − q)². The mean of
+  max(cosine, 0) counts agreement only (**open**: our reading of mean positive cosine). If this mean
+  is well above the mean cosine, some rollouts of a prompt oppose others, for example successes and
+  failures. Between prompts, values near 1 mean that all prompts push in one direction (a format, a
+  length); values below 0 mean that prompts oppose each other.
 
   Args:
     gram: f32[B, B].
@@ -170,10 +172,11 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
 def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> tuple[Array, Array]:
   """Shares of the update's squared norm AᵀKA inside and outside the top-k eigenvectors of K.
 
-  P_k projects onto eigenvectors of K and commutes with K. So AᵀP_kKP_kA/(AᵀKA) and the same
-  expression with I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the
-  shared energy is near 1, the update follows the few directions in which all rollouts agree; if it
-  is near 0, A cancels these directions, as centered coefficients cancel a common direction.
+  K is the Gram matrix. P_k projects onto its top k eigenvectors, so P_k commutes with K. Therefore
+  AᵀP_kKP_kA/(AᵀKA) and the same expression with I − P_k in place of P_k add up to 1 (**open**: our
+  reading of shared and residual energy). If the shared energy is near 1, the update follows the few
+  directions in which all rollouts agree; if it is near 0, A cancels these directions, as centered
+  coefficients cancel a common direction.
 
   Args:
     coefficients: f32[B], A.
@@ -181,7 +184,7 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
     rank: i32[], k.
   Returns:
     shared and residual energy, f32[] in [0, 1]. Both are 0 if AᵀKA is zero up to rounding: below
-    1e-6·λ_1‖A‖².
+    1e-6·λ_1‖A‖², where λ_1 is K's largest eigenvalue.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800).
   """
@@ -198,12 +201,15 @@ def update_norms(
 ) -> tuple[Array, Array]:
   """The update's norm ‖Σ A_i g_i‖/B, and a bound on its part outside the top-k subspace.
 
-  With K = (g_i · g_j)/B, ‖Σ A_i g_i‖/B = √(AᵀKA/B), and the residual part is at most
-  √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here belongs to B·K, whose eigenvalues are B times
-  larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. If the bound is far below the norm, the
-  update is shared; if the norm is far below the bound, A cancels in the shared directions and the
-  residuals of the rollouts cancel one another too. The norm is that of the policy gradient at
-  ratio 1, summed over tokens and averaged over rollouts, with respect to the parameters of the g_i.
+  Let K = (g_i · g_j)/B, let λ_j be its eigenvalues in descending order, and let P_k project onto
+  its top k eigenvectors. The norm is √(AᵀKA/B). The norm of the part outside, the residual part, is
+  at most √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. `spectrum` belongs to B·K, whose eigenvalues are B times
+  larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same bound.
+
+  If the bound is far below the norm, most of the update is in the shared subspace. If the norm is
+  far below the bound, A cancels in the shared directions and the residuals of the rollouts cancel
+  one another too. The norm is that of the policy gradient at importance ratio 1, summed over tokens
+  and averaged over rollouts, with respect to the parameters of the g_i.
 
   Args:
     coefficients: f32[B], A.
@@ -268,8 +274,8 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
     counted: bool[P], the groups to count, from `group_effective_rollouts`.
   Returns:
     group_effective_rollouts/below_0.5, …/0.5_to_1, …/1_to_2, …/2_to_4, …/from_4: f32[] in [0, 1],
-    with the sum 1, or all 0 if no group counts. If most groups are below 0.5, their gradients
-    cancel, and larger groups will not help.
+    with the sum 1, or all 0 if no group counts. If n_eff is below 0.5 in most groups, the weighted
+    gradients of these groups cancel, and larger groups will not help.
   """
   bins = jnp.sum(values[:, None] >= jnp.array(_EDGES), axis=1)
   hits = bins[:, None] == jnp.arange(len(_SHARES))

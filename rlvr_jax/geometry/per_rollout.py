@@ -1,4 +1,4 @@
-"""Per-rollout gradients for any parameters, one rollout of each prompt at a time: a reference."""
+"""Reference for per-rollout gradients of any parameters: one rollout of each prompt at a time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
 
   Args:
     parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
-      transformer block; "all"; any other value is a regular expression that is searched for in the
-      parameters' paths, such as "blocks/(query|key)$".
-    feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, where z are the logits of
-      the response's tokens; this omits the softmax term.
+      transformer block; "all": all trained parameters; any other value is a regular expression that
+      is searched for in the parameters' paths, such as "blocks/(query|key)$".
+    feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, which omits the softmax
+      term. z is the logit of a response's token, and τ the temperature.
   Raises:
     ValueError: `parameters` is not a regular expression, or the feature is unknown; or, when `gram`
       is called, no path matches `parameters`.

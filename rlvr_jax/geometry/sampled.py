@@ -1,13 +1,15 @@
 """The Gram matrix of the sampled tokens' part of the output head's gradients.
 
-In g_i = Σ_t h[i,t] ⊗ d[i,t], the softmax term of d is omitted. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y) and
-y = y[i,t],
+Rollout i's gradient is g_i = Σ_t h[i,t] ⊗ d[i,t] for hidden states h and derivatives d of −log π[y]
+with respect to the head's product h·W. Here the softmax term of d is omitted. y = y[i,t] is the
+sampled token, z_y its logit, W_y its column of the head's kernel W, m the loss mask, and τ the
+temperature. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y),
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
-The hidden states ĥ are sorted by (v, i), and the states of a pair are summed to one row u_iv. A
-token v has at most B rows. So with tiles of B rows or more, a tile needs only the products with
-itself and with the next tile.
+The weighted hidden states ĥ are sorted by the pair (token v, rollout i), and those of a pair are
+summed to one row u_iv. A token v has at most B rows. So with tiles of B rows or more, a tile needs
+only the products with itself and with the next tile.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Sizes(NamedTuple):
 def choose_sizes(
   rollouts: int, hidden: Any, vocabulary: int, block_elements: int, devices: int
 ) -> Sizes:
-  """Chooses sizes for hidden states [M, R, L, D] whose width is split over devices."""
+  """Chooses sizes for hidden states [M, R, L, D] whose dimension D is split over devices."""
   tile = max(rollouts, _LANES)
   tiles = -(-min(math.prod(hidden.shape[:-1]), rollouts * vocabulary) // tile)
   local_width = -(-hidden.shape[-1] // devices)
@@ -88,7 +90,10 @@ def sampled_gram(
 def head_products(
   batch: TrainBatch, hidden: Any, kernel: Any, mesh: Any, block_elements: int
 ) -> Any:
-  """The cost as a multiple of the head's product, for the largest possible number of pairs."""
+  """The cost of one Gram matrix, as a multiple of the product of hidden states and head kernel.
+
+  The cost is an upper bound: it counts the largest possible number of pairs (token, rollout).
+  """
   (D, V), B = kernel.shape, batch.rewards.size
   used = 1 if batch.packed is None else batch.packed.num_micro_batches
   places = used * math.prod(hidden.shape[1:-1])
@@ -104,8 +109,8 @@ def head_products(
 def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
-  A device receives its columns of the other devices' hidden states [M, R, L, D], and two rounds of
-  a ring for the final sum. Tokens and masks are small in comparison.
+  A device receives its columns of the other devices' hidden states [M, R, L, D], and the data of
+  the final sum, a ring all-reduce of two rounds. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0

@@ -18,24 +18,24 @@ from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 def sketch(
   *, copies: int = 64, hidden_size: int = 64, vocabulary_size: int = 64, seed: int = 0
 ) -> GramFn:
-  """An unbiased, cheap estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t].
+  """An unbiased, cheap estimate of the Gram matrix K of g_i = Σ_t h[i,t] ⊗ d[i,t].
 
   Each of s independent copies projects both factors with random signs, R_h [D, a] and R_v [V, b],
 
       g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
 
-  h are the hidden states and d the derivatives with respect to the logits. The error of one copy
-  scales as √(1/a + 1/b); averaging s copies divides this error by √s. The forward pass accumulates
-  R_vᵀd over the vocabulary, at the cost of s·b/D head products (hidden states times the head's
-  kernel). The rest costs s·a/V + s·a·b·(1 + B²/n)/(D·V) head products, where n is the number of
-  positions in the rows.
+  h are the hidden states, and d the derivatives of −log π with respect to h·W, W the head's kernel.
+  The error of one copy scales as √(1/a + 1/b); averaging s copies divides this error by √s. The
+  forward pass accumulates R_vᵀd over the vocabulary, at the cost of s·b/D head products. A head
+  product is the product of all hidden states and W. The rest costs
+  s·a/V + s·a·b·(1 + B²/n)/(D·V) head products, where n is the number of positions in the rows.
 
-  SALT's A′ is more sensitive than K: it jumps if the integer k changes, or one of the last
-  directions in the subspace. With the default sizes A′ is within 10 % of the exact A′ on 16 and 64
-  rollouts of a real model; with a sixteenth of the copies the error is 28 %, see
-  docs/reading_geometry.md. The default sizes cost 4096/D head products. The exact
-  `streaming` costs 2 + B/T head products, which is more if D ≥ 2048. For the feature "sampled",
-  `streaming` always costs less.
+  A′, the coefficients that SALT computes from K, are more sensitive to the error than K. A′ jumps
+  if the rank k of SALT's shared subspace changes, or one of the last directions in this subspace.
+  With the default sizes A′ is within 10 % of the exact A′ on 16 and 64 rollouts of a real model.
+  With a sixteenth of the copies the error is 28 %, see docs/reading_geometry.md. The default sizes
+  cost 4096/D head products. The exact `streaming` costs 2 + B/T head products, which is more if
+  D ≥ 2048. For the feature "sampled", `streaming` always costs less.
 
   Args:
     copies: s.
@@ -92,8 +92,9 @@ def sketch_with_error(
   Args:
     forward: results of the forward pass; `projected` must come from the projection of `sketch`.
   Returns:
-    f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
-    √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; 0 where K̂ is 0.
+    f32[B, B], the estimate K̂ of K; and f32[], an estimate of the error ‖K̂ − K‖_F/‖K‖_F. The
+    latter comes from the spread of the copies' estimates K_c:
+    √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F, or 0 if K̂ is 0.
   """
   del trained, frozen, context
   assert forward is not None and forward.projected is not None

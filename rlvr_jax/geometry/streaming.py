@@ -1,10 +1,10 @@
 """The exact Gram matrix of the output head's per-rollout gradients, without a [B, D·V] array.
 
-Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where d is the
-derivative of −log π[y] with respect to the head's product. The vocabulary is processed in blocks:
-each block forms g of all rollouts restricted to the block, and adds its B×B inner products to the
-sum. Hidden states stay in the rows of the forward pass, and a position of a row is multiplied once
-for each block.
+Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where h are the
+hidden states. d is the derivative of −log π[y], y the sampled token, with respect to the product of
+h and the kernel. The vocabulary is processed in blocks. A block computes its columns of every g_i,
+and adds the B×B inner products of these columns to the sum. Hidden states stay in the rows of the
+forward pass, and a position of a row is multiplied once for each block.
 """
 
 from __future__ import annotations
@@ -52,25 +52,27 @@ class _Columns(NamedTuple):
 
 
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
-  """The exact output-head Gram matrix, at the cost of 2 + B²/n products of the head's size.
+  """The exact output-head Gram matrix, at the cost of 2 + B²/n head products.
 
-  n is the number of positions of the rows, B·T if each rollout is a row. For each block, one
-  product recomputes the logits, whose normalizer is known, and another product forms g; the inner
-  products cost B²/n. All products accumulate in float32 (float64 for float64 models); operands,
-  including g, are in the model's compute dtype. The feature "sampled" costs about 2B/V products,
-  see `geometry.sampled`.
+  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to h·W, W the
+  head's kernel. A head product is the product of all hidden states and W. n is the number of
+  positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one product
+  recomputes the logits, whose normalizer is known, and another product forms the block of every
+  g_i; the inner products g_i · g_j cost B²/n. All products accumulate in float32 (float64 for
+  float64 models); operands, including g_i, are in the model's compute dtype. The feature "sampled"
+  costs about 2B/V head products, see `geometry.sampled`.
 
   On a mesh, the vocabulary is split over all devices. The hidden states are gathered over the data
   axes in the compute dtype, one micro-batch at a time. The [B, B] results are summed over devices;
   see `bytes_moved`.
 
   Args:
-    feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
-    block_elements: numbers in the largest array of a block, [B, v, D] or [R·L, v]; it sets the
-      block's width v, of 128 to 512 columns. Each block reads the hidden states; with several
-      micro-batches on a mesh, each block gathers them again. Wide blocks are faster on
-      accelerators, and blocks that fit the caches are faster on CPUs. Blocks of "sampled" are
-      columns of the hidden states, [n, d].
+    feature: "score": g_i as above; "sampled": g_i = Σ_t h ⊗ (−onehot(y)), without the softmax.
+    block_elements: number of elements that a block's largest array, [B, v, D] or [R·L, v], should
+      not exceed. It sets the block's width v, of 128 to 512 columns. Each block reads the hidden
+      states; with several micro-batches on a mesh, each block gathers them again. Wide blocks are
+      faster on accelerators, and blocks that fit the caches are faster on CPUs. Blocks of "sampled"
+      are columns of the hidden states, [n, d].
   Raises:
     ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
@@ -152,12 +154,12 @@ def bytes_moved(
   block_elements: int = 2**22,
   used: Array | int = 1,
 ) -> Any:
-  """Bytes that each device receives in one streaming Gram matrix.
+  """Bytes that each device receives for one Gram matrix of `streaming`.
 
   A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
-  rows of the head's kernel that other devices along `fsdp` hold; and two rounds of a ring for the
-  final sum. With several micro-batches, everything from hidden states to masks is received again
-  for each block of the vocabulary.
+  rows of the head's kernel that other devices along `fsdp` hold; and the data of the final sum, a
+  ring all-reduce of two rounds. With several micro-batches, everything from hidden states to masks
+  is received again for each block of the vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.

@@ -1,4 +1,4 @@
-"""Diagnostics of an update and its coefficients that do not need a Gram matrix.
+"""Diagnostics that need no Gram matrix: statistics of an update or of its coefficients.
 
 An undefined value is 0, never NaN.
 """
@@ -16,14 +16,14 @@ from rlvr_jax.types import Array, Params
 
 
 def rank_one_fraction(update: Array) -> Array:
-  """σ₁²/Σσ² of a matrix: the share of an update that one outer product explains.
+  """σ₁²/Σσ² of an update's singular values σ: the share that one outer product explains.
 
   The share is intended for the accumulated update W_t − W_0 of the output head. If it rises toward
   1 during training, the updates repeat one direction. FADE reports this collapse if failures
   dominate the gradient mass. The minimum is 1/min(D, V).
 
   Args:
-    update: [D, V] or [V, D]; σ² are computed as eigenvalues of its smaller Gram matrix.
+    update: U, [D, V] or [V, D]; σ² are computed as eigenvalues of the smaller of UUᵀ and UᵀU.
   Returns:
     f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
@@ -38,16 +38,16 @@ def rank_one_fraction(update: Array) -> Array:
 
 
 def head_share(update: Params, head_path: str) -> Array:
-  """The share of ‖ΔW‖² that is in the output head.
+  """The share of an update's squared norm that is in the output head.
 
-  Compare this share with the head's share of the parameters. If it is far above, the update is
-  mostly in the last projection, which changes token frequencies rather than the network's
-  computation.
+  Compare this share with the head's share of the number of parameters. If the former is far above
+  the latter, the update is mostly in the last projection, which changes token frequencies rather
+  than the network's computation.
 
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.
     head_path: the path of the head's kernel, its keys joined by "/": "head_kernel", or "embedding"
-      with tied embeddings; the latter's update includes that of the input lookup.
+      with tied embeddings. The embedding's update includes that of the input lookup.
   Returns:
     f32[], in [0, 1]; 0 for an update that is zero or not finite.
   Raises:
@@ -70,9 +70,9 @@ def head_share(update: Params, head_path: str) -> Array:
 def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
   """−Cov(A, log π) over loss tokens, an indicator of the change of entropy.
 
-  If it is negative, the update makes likely tokens more likely or unlikely tokens less likely, and
-  entropy tends to decrease. If it is positive, entropy tends to increase. This is a heuristic:
-  compare it with the measured change of entropy.
+  If this value is negative, the update makes likely tokens more likely or unlikely tokens less
+  likely, and entropy tends to decrease. If it is positive, entropy tends to increase. This is a
+  heuristic: compare the value with the measured change of entropy.
 
   Args:
     coefficients: f32[P, G], A, the same for all tokens of a rollout, or f32[P, G, T].

@@ -13,9 +13,10 @@ a number beyond ±1e30, or any other return value makes the outcome `crashed`; t
 if the grader exceeds its memory or recursion limit. Coroutines, generators and functions that
 cannot take two arguments are refused at start-up.
 
-If the grader's module also has `<function>_self_test()`, each worker calls it once at start-up,
-with the hyper-parameters that its signature names. It should raise if the grader cannot work here.
-The time limit of an item does not include this call, so put slow imports into the self-test.
+If the grader's module also has `<function>_self_test()`, each worker calls this self-test once at
+start-up, with the hyper-parameters that the self-test's signature names. The self-test should raise
+an exception if the grader cannot work on this machine. The time limit of an item does not include
+this call, so put slow imports into the self-test.
 
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 
@@ -97,8 +98,8 @@ def load_grader(text: str) -> Grader:
   """Loads the grader that a string names and runs its self-test; exceptions of the test propagate.
 
   Raises:
-    ValueError: `parse_grader` refuses the string, the module or function does not exist, or it is
-      not a plain function of (completion, reference) and the given hyper-parameters.
+    ValueError: `parse_grader` refuses the string; the module or function does not exist; or the
+      function is not a plain function of (completion, reference) and the given hyper-parameters.
   """
   spec = parse_grader("grader", text)
   function = _find_function(f"grader = {text!r}", spec)
@@ -123,7 +124,8 @@ def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
   function = specs.find_factory(owner, sys.modules[__name__], spec.name)
   if any(is_kind(function) for is_kind in _NOT_PLAIN):
     raise ValueError(
-      f"{owner}: {spec.name} is a coroutine or generator function; a grader returns its grade"
+      f"{owner}: {spec.name} is a coroutine or generator function; a grader must be a plain"
+      " function that returns its grade"
     )
   try:
     signature = inspect.signature(function)
@@ -135,8 +137,8 @@ def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
     signature.bind("completion", {}, **spec.arguments)
   except TypeError as error:
     raise ValueError(
-      f"{owner}: {spec.name} has the signature {signature}, but is called with (completion,"
-      f" reference) and the keywords of the string: {error}"
+      f"{owner}: {spec.name} has the signature {signature}, which does not accept a grader's"
+      f" arguments (completion, reference) and the keywords of its string: {error}"
     ) from error
   return function
 
@@ -235,9 +237,9 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The outcome and answer of the first grader; the sum as the score, whatever the outcome; the
-    feedback and scores of all graders. The outcome is crashed if a grader crashed, since the sum
-    would then lack a term.
+    A grade with the outcome and answer of the first grader, with the sum as its score, whatever the
+    outcome, and with the feedback and scores of all graders. The outcome is crashed if a grader
+    crashed, since the sum would then lack a term.
   Raises:
     ValueError: "parts" is empty.
   """

@@ -51,14 +51,14 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
     completion: a text whose last ```python block (or unnamed block) is the program, see
       `extract_program`.
     reference: the tests, see `codejudge.tasks`.
-    reward: score of a program that fails a test: 0 for "all", the fraction of tests that it passes
-      for "fraction".
+    reward: selects the score of a program that fails a test. "all": 0; "fraction": the fraction of
+      the tests that the program passes.
   Returns:
     correct (score 1) if all tests pass; timeout if the program exceeds its time limit; unparseable
     if there is no program; otherwise wrong. A program that fails a test has the score that `reward`
     selects, and the feedback is its first failing test, with the expected output. A program that
-    exceeds its memory or breaks its judge has the score 0, and the feedback is "memory limit
-    exceeded" or "".
+    exceeds its memory has the score 0 and the feedback "memory limit exceeded". A program that
+    breaks its judge has the score 0 and no feedback.
   Raises:
     SandboxError: the sandbox does not work, so the program was not judged.
     ValueError, KeyError: the reference or the reward is invalid.
@@ -66,7 +66,8 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
   tasks.check(reference)
   if "reward" in reference:
     raise ValueError(
-      f"the reference has a reward; leave it out, and write code(reward={reference['reward']!r})"
+      "the reference has a field 'reward', but the reward is a keyword of the grader; remove this"
+      f" field, and set the grader to code(reward={reference['reward']!r})"
     )
   if reward not in REWARDS:
     raise ValueError(f"reward is {reward!r}, allowed: {list(REWARDS)}")

@@ -57,7 +57,10 @@ class Region(NamedTuple):
 
 
 def parse_relations(text: str) -> list[Relation] | None:
-  """Parses "a < b", or a chain of relations such as "a < b < c"; None if a side is no formula."""
+  """Parses "a < b", or a chain of relations such as "a < b < c".
+
+  None if the text has no relation, or if a side is not a formula.
+  """
   sides = _SIGN.split(text)
   if len(sides) < 3:
     return None

@@ -36,10 +36,10 @@ def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
 
 
 def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Requires one "<think>…</think>" at the start, which is not empty, then an answer.
+  """Requires one "<think>…</think>" at the start, with a thought in it, and then an answer.
 
   If the prompt already ends with "<think>", graders get that tag at the beginning of the text, and
-  the completion must not open it again.
+  the completion must not repeat the tag.
   """
   del reference
   text = completion.strip()

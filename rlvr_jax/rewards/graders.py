@@ -1,4 +1,4 @@
-"""Graders of reasoning_gym and GSM8K; functions of all graders that find answers and numbers."""
+"""Graders of reasoning_gym and GSM8K; functions with which all graders find answers and numbers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def strip_thought(completion: str) -> str | None:
 def find_answer_part(completion: str) -> tuple[str | None, bool]:
   """Finds the part of a completion that has the answer.
 
-  It is the content of the last answer tag, "<answer>5</answer>" or "<answer>5" at the end. Without
-  a tag, or with a box or "####" after the tag, the part is all text that `strip_thought` returns.
+  The part is the content of the last answer tag, "<answer>5</answer>" or "<answer>5" at the end.
+  Without a tag, or with a box or "####" after the tag, the part is all text that `strip_thought`
+  returns.
 
   Returns:
     (the part, or None while a "<think>" is open; whether the part is the content of a tag).
@@ -125,15 +126,16 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Scores a completion by the dataset's own `score_answer`.
 
   Args:
-    completion: the answer is the text after the last "####", otherwise all text after any
-      "</think>".
+    completion: the answer is the text after the last "####", or, without a "####", all text after
+      any "</think>".
     reference: "dataset" (name), "settings" (the dataset's configuration fields; scoring reads some
       of them), "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
     unparseable if the answer is empty. `answer` is the stripped text. An answer is wrong with score
-    0 if the dataset's code fails on it, if it has no finite number although the problem's answer is
-    a number, or if the dataset accepts it although its number or truth value differs.
+    0 in three cases: the dataset's code fails on the answer; the answer has no finite number
+    although the problem's answer is a number; or the dataset accepts the answer although its number
+    or truth value differs from that of the problem's answer.
   """
   answer = extract_final_answer(completion)
   if not answer:
@@ -162,8 +164,8 @@ def reasoning_gym_self_test() -> None:
   outcomes = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
   if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
     raise RuntimeError(
-      "the self-test of reasoning_gym failed: the answers '6' and '7' to a gcd of 6 were graded"
-      f" {outcomes}, expected correct and wrong"
+      "the self-test of reasoning_gym failed: for a greatest common divisor of 6, the answers 6 and"
+      f" 7 must be graded correct and wrong, but were graded {outcomes}"
     )
 
 

@@ -72,8 +72,8 @@ def _read_grade(reply: Any) -> Grade:
 class GradingFuture(Future[list[Grade]]):
   """A future of grades; `result(timeout)` returns them in the order of the inputs.
 
-  Without a timeout, `result` waits at most `limit_s` seconds. That is longer than grading can take,
-  since every item and every replacement of a worker has its own time limit.
+  Without a timeout, `result` waits at most `limit_s` seconds. This limit is longer than grading can
+  take, since every item and every replacement of a worker has its own time limit.
   """
 
   def __init__(self, size: int, limit_s: float):
@@ -181,7 +181,10 @@ class GraderPool(PoolOwner):
       RuntimeError: the pool is closed, or has failed.
     """
     if len(completions) != len(references):
-      raise ValueError(f"{len(completions)} completions but {len(references)} references")
+      raise ValueError(
+        f"{len(completions)} completions cannot be graded with {len(references)} references; give"
+        " one reference for each completion"
+      )
     requests = [_encode(*pair) for pair in zip(completions, references, strict=True)]
     # Each item (unanswered or new) takes at most its limit and a worker's replacement.
     num_items = self._pool.num_unanswered() + len(requests)

@@ -1,9 +1,10 @@
 r"""The mathematics grader: compares a completion's final answer with the gold answer.
 
 The gold answer and the answer are each parsed into a typed value (`answers.Answer`) and compared by
-type: plain numbers exactly, words as text, lists, tuples and sets element by element, intervals and
-conditions as sets of real numbers (`conditions`), formulas by their values (`formulas`). Units are
-compared by name if both answers have one.
+type: integers exactly, other plain numbers to 6 decimal places and a relative difference of 1e-4,
+words as text, lists, tuples and sets element by element, intervals and conditions as sets of real
+numbers (`conditions`), formulas by their values (`formulas`). Units are compared by name if both
+answers have one.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. The normal form has names
@@ -16,9 +17,9 @@ number. Other expressions are wrong: otherwise a policy could box the expression
 sum, an integral, a limit or a derivative in an answer is never evaluated: it is correct only if the
 gold answer has the same text.
 
-No completion can make this grader crash, which would mask the completion out of the loss. An answer
-that is too long or too deeply nested is unparseable. An answer that cannot be parsed is wrong,
-unless it is the gold answer's text.
+No completion can make this grader crash: a crash would mask the completion out of the loss. An
+answer that is too long or too deeply nested is unparseable. An answer that cannot be parsed is
+wrong, unless it is the gold answer's text.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _parse_action(name: str, action: float | str) -> float | str:
 
 
 def reward_of(grade: Grade, outcome_policy: OutcomePolicy) -> float | None:
-  """The reward of one grade; None if the rollout is not valid.
+  """The reward of one grade; None if the policy of its outcome is "mask".
 
   Raises:
     GradingStoppedError: the policy of this outcome is "stop".
@@ -131,9 +131,9 @@ def reward_of(grade: Grade, outcome_policy: OutcomePolicy) -> float | None:
     return None
   if action == STOP:
     raise GradingStoppedError(
-      f"a completion was graded {grade.outcome.value!r} ({grade.detail or 'no detail'}) and the "
-      f"reward policy of {grade.outcome.value!r} is 'stop'. Fix the grader, or set that policy to "
-      "a number or 'mask'."
+      f"a completion was graded {grade.outcome.value!r} ({grade.detail or 'no detail'}). The run "
+      f"stops because the reward policy of {grade.outcome.value!r} is 'stop'. Fix the grader, or "
+      "set this reward policy to a number or 'mask'."
     )
   return grade.score if action == SCORE else float(action)
 

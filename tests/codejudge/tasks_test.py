@@ -44,7 +44,8 @@ def test_a_module_that_nobody_imports_is_an_error(test, setup, name):
   tests = {"style": "asserts", "tests": [test], "setup": setup}
   if name is None:
     return check(tests)
-  with pytest.raises(ValueError, match=f"a test uses '{name}' as a module, which nothing imports"):
+  message = f"a test uses '{name}' as a module, but neither the tests nor the setup import it"
+  with pytest.raises(ValueError, match=message):
     check(tests)
 
 

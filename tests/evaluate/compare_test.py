@@ -79,7 +79,8 @@ def test_another_baseline_and_what_is_missing():
     compare.comparison_table(RESULTS, metric="eval/pass@8")
   with pytest.raises(ValueError, match=r"'reward/mean'; metrics of updates need --phase=train;"):
     compare.comparison_table(RESULTS, metric="reward/mean")
-  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has only evaluations"):
+  expected = "grpo, seed 0: the file of results has no curve of 'policy/entropy' over 'updates'"
+  with pytest.raises(ValueError, match=expected):
     compare.comparison_table(RESULTS, metric="policy/entropy", phase="train")
 
 
@@ -101,7 +102,8 @@ def test_curves_of_training_are_pairs_or_means_over_equal_spans():
   expected = [[end / 4, 3 * end / 4], [0.5, 0.7]]
   np.testing.assert_array_equal(compare.result_curve(result, "loss/ess"), expected)
   assert compare.final_value(result, "loss/ess", phase="train") == 0.7
-  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has only evaluations"):
+  expected = "grpo, seed 0: the file of results has no curve of 'loss/ess' over 'seconds'"
+  with pytest.raises(ValueError, match=expected):
     compare.result_curve(result, "loss/ess", over="seconds", phase="train")
 
 

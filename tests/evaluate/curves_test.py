@@ -126,11 +126,11 @@ def test_an_interval_is_clipped_to_the_range_of_the_metric():
 
 
 def test_curves_without_a_mean():
-  with pytest.raises(ValueError, match="1 curves have no interval; run two seeds"):
+  with pytest.raises(ValueError, match="the curves of two seeds or more, got 1; run more seeds"):
     curves.mean_curve([([0, 1], [0, 1])])
-  with pytest.raises(ValueError, match="no range of x: 0 to 1, 2 to 3; run them for longer"):
+  with pytest.raises(ValueError, match="no range of x: 0 to 1, 2 to 3; train the runs for longer"):
     curves.mean_curve([([0, 1], [0, 1]), ([2, 3], [0, 1])])
-  with pytest.raises(ValueError, match="must be finite and ascend"):
+  with pytest.raises(ValueError, match="x is not finite or does not ascend; leave out points"):
     curves.mean_curve([([1, 0], [0, 1]), ([2, 3], [0, 1])])
 
 

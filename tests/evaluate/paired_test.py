@@ -30,7 +30,8 @@ def test_no_noise_is_no_doubt():
   assert paired.paired_difference(same, same).p == 1.0
   more = paired.paired_difference({0: 0.5, 1: 0.75}, same)
   assert (more.low, more.high, more.p) == (0.25, 0.25, 0.0)
-  with pytest.raises(ValueError, match=r"seeds \[0, 1\] and \[1, 2\] share 1; run both with"):
+  message = r"seeds \[0, 1\] and the baseline's seeds \[1, 2\] share 1, but at least 2 are needed"
+  with pytest.raises(ValueError, match=message):
     paired.paired_difference(same, {1: 0.1, 2: 0.2})
 
 
@@ -74,5 +75,5 @@ def test_standard_errors():
   assert paired.standard_error_over_seeds([0.1, 0.2, 0.3]) == pytest.approx(0.1 / np.sqrt(3))
   assert paired.standard_error_over_seeds([0.1, 0.1, 0.1]) == 0  # NumPy's deviation is 1.7e-17
   assert paired.standard_error_of_interval(0.1, 0.3) == pytest.approx(0.2 / (2 * 1.959964))
-  with pytest.raises(ValueError, match=r"two or more seeds are needed, got shape \(1,\)"):
+  with pytest.raises(ValueError, match=r"or more seeds is needed, got an array of shape \(1,\)"):
     paired.standard_error_over_seeds([0.1])

@@ -142,7 +142,7 @@ def test_wilson_intervals_are_the_published_ones(share, size, expected):
 @pytest.mark.parametrize("case", [(1.1, 5, 0.95), (0.5, 0, 0.95), (0.5, 5, 1.0)])
 def test_wilson_refuses_what_is_no_share(case):
   share, size, confidence = case
-  with pytest.raises(ValueError, match=r"wilson_interval of share"):
+  with pytest.raises(ValueError, match=rf"wilson_interval: share = {share}, num_problems = {size}"):
     evaluate.wilson_interval(share, size, confidence=confidence)
 
 

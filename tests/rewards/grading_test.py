@@ -157,7 +157,10 @@ def test_environment_reaches_the_workers_also_new_ones():
 @pytest.mark.parametrize(
   ("code", "message"),
   [
-    ("async def grade(completion, reference): return 1", "is a coroutine or generator function"),
+    (
+      "async def grade(completion, reference): return 1",
+      "is a coroutine or generator function; a grader must be a plain function",
+    ),
     ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
   ],
 )
@@ -359,7 +362,7 @@ def test_by_default_there_is_a_worker_for_each_core():
 
 
 def test_bad_items(pool):
-  with pytest.raises(ValueError, match="2 completions but 1 references"):
+  with pytest.raises(ValueError, match="2 completions cannot be graded with 1 references; give"):
     pool.submit(["ok", "ok"], [{}])
   with pytest.raises(TypeError, match="JSON-serializable"):
     pool.submit(["ok"], [{"answer": {1, 2}}])

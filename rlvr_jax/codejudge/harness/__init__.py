@@ -1,7 +1,7 @@
 """The program inside the sandbox: runs generated code and judges it, in separate processes.
 
-`sandbox.py` starts it in an interpreter that has only the standard library and this folder of
-rlvr_jax. The folder's modules import nothing else. `launcher` starts:
+`sandbox.py` starts this program in an interpreter that has only the standard library and this
+folder of rlvr_jax. The folder's modules import nothing else. `launcher` starts:
 
     launcher     one per sandbox. It enters namespaces with a small read-only root, drops its rights
     │            and waits for items.
@@ -14,7 +14,7 @@ rlvr_jax. The folder's modules import nothing else. `launcher` starts:
                  afterwards, so neither its memory nor its descriptors ever have the tests, expected
                  values or the verdict's socket. It can neither trace the judge nor read its memory.
 
-The judge evaluates tests itself. A name of the program that a test uses is a `Handle`. A call is
+The judge evaluates tests itself. In a test, a function of the program is a `Handle`. A call is
 sent to the program, and its result is decoded as new plain data (`decode`). Other values stay in
 the program and are represented by a `Handle`, which equals only itself. So a program can only
 answer calls: an answer's type, its `__eq__`, a changed builtin or an early exit have no effect in

@@ -19,9 +19,9 @@ class UnsupportedTestError(Exception):
 
 
 class Handle:
-  """An object in the program. Every use of it is a request, whose answer is plain data.
+  """An object in the program. A use of it is a request; the answer is plain data or a handle.
 
-  It has no comparison, arithmetic or `__contains__`: these would send expected values to the
+  A handle has no comparison, arithmetic or `__contains__`: these would send expected values to the
   program and trust the program's answer.
   """
 
@@ -161,7 +161,9 @@ class Program:
     try:
       return self._encode(operands)
     except UnsupportedTestError as error:
-      raise TypeError(f"the program returned no plain data, and {error}") from error
+      raise TypeError(
+        f"the program returned a value that is not plain data, and {error}"
+      ) from error
 
   def _refer(self, value: Any) -> list:
     if isinstance(value, Handle):

@@ -177,7 +177,7 @@ def enter_item_namespaces() -> None:
 
 
 def die_first() -> None:
-  """If memory runs out, makes the kernel kill this process and its descendants before others."""
+  """Makes the kernel kill this process and its descendants before others if memory runs out."""
   with contextlib.suppress(OSError):
     _write("/proc/self/oom_score_adj", "1000")
 

@@ -1,4 +1,4 @@
-"""Evaluates the tests of one item, which send requests to the program."""
+"""Evaluates the tests of one item; the tests send requests to the program."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
     program: a program that has just been started.
     task: "style" and its fields, see `_make_checks`.
   Returns:
-    "passed" and "total" tests, and "failure", a text about the first failed test. For the style
-    "output", which has no tests: "output", "stderr" and "status", see `scripts.run_case`.
+    "passed" and "total", numbers of tests, and "failure", a text about the first failed test. For
+    the style "output", which has no tests: "output", "stderr" and "status", see `scripts.run_case`.
   """
   if task["style"] == "output":
     program.wait_started()
@@ -97,7 +97,7 @@ def _make_checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _
   program_names = [name for name in task["names"] if name not in namespace]
   if task["names"] and not program_names:
     raise UnsupportedTestError(
-      f"the tests use only names that the setup imports, none of the program's: {task['names']}"
+      f"the tests use only names that the setup imports, and none of the program: {task['names']}"
     )
   namespace |= program.look_up(program_names)
   if task["style"] == "asserts":
@@ -288,7 +288,7 @@ def is_same_output(actual: str, expected: str, tolerance: Tolerance | None) -> b
 
   All lines must be equal when stripped, or be equal as exact decimal numbers. With a tolerance,
   lines are compared word by word. Two numbers of which at least one is not an integer may differ
-  by the tolerance; other words must be equal, integers as numbers.
+  by the tolerance. Two integers must be equal as numbers, and other words must be the same text.
   """
   lines, expected_lines = (
     [line.strip() for line in text.strip().split("\n")] for text in (actual, expected)

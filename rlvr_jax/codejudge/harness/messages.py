@@ -1,4 +1,4 @@
-"""Messages between two processes: JSON after its length; and how values and errors become JSON."""
+"""Messages between two processes: a length, then JSON; and how values and errors become JSON."""
 
 from __future__ import annotations
 
@@ -112,9 +112,10 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-  """Decodes the JSON of `encode` into exact plain types; `resolve` returns values of other tags.
+  """Decodes the JSON of `encode` into exact plain types.
 
-  A plain type itself has the tag "type", and is one of `TYPES`.
+  `resolve` maps the tag and content of any other value to this value. A plain type itself has the
+  tag "type", and its content is a name in `TYPES`.
 
   Raises:
     ValueError, TypeError: `data` is not a result of `encode`.
