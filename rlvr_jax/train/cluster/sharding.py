@@ -1,8 +1,9 @@
 """Sharding of arrays: the mesh, a table of rules, and transfers between host and devices.
 
-Axes: `data` replicates parameters, `fsdp` shards them along one dimension, `tensor` along the
-other. Arrays [P, ...] are sharded on prompts over data and fsdp together. Packed rows are sharded
-on rows, so in the network a group may lie on several devices.
+The axis `data` of a mesh replicates parameters. The axis `fsdp` shards parameters along one
+dimension, and `tensor` along the other. Arrays [P, ...] of P prompts are sharded on prompts, over
+data and fsdp together. Packed rows are sharded on rows. So a group's rollouts may lie on several
+devices in the network.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def make_mesh(
       ) from error
   if data % slices:
     raise ValueError(
-      f"config.{field}.data = {data} on {slices} slices: the network between slices is slow, and"
-      f" only data may span it; set config.{field}.data to a multiple of {slices}"
+      f"config.{field}.data = {data} on {slices} slices: only the axis data may span slices, since"
+      f" the network between them is slow; set config.{field}.data to a multiple of {slices}"
     )
   slice_sizes = (data // slices, fsdp, tensor)
   grid = mesh_utils.create_hybrid_device_mesh(slice_sizes, (slices, 1, 1), chosen)
@@ -167,7 +168,7 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def platform(mesh: Mesh | AbstractMesh | None) -> str:
-  """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, this program's platform."""
+  """The platform of a mesh: "tpu", "gpu" or "cpu"; jax's default without a mesh of devices."""
   name: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
   return name
 
@@ -207,7 +208,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of arrays [P, ...] on prompts."""
+  """The sharding of arrays [P, ...] over the P prompts: on `data` and `fsdp` together."""
   return NamedSharding(mesh, BATCH)
 
 
@@ -238,14 +239,14 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations [P, ...] sharded on prompts, so that only weights move."""
+  """A function that keeps activations sharded on their first axis, so that only weights move."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def make_residual(mesh: Mesh) -> Residual:
-  """Functions that shard the residual stream on prompts, and on tokens over `tensor`.
+  """Functions that shard the residual stream: rows over `data` and `fsdp`, tokens over `tensor`.
 
   Sharding on tokens is sequence parallelism. Gradients get the inverse constraints. Without these
   constraints, XLA gathers gradients along features, and sums the gradients of complete kernels.
@@ -280,7 +281,7 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
 
   Args:
     mesh: the mesh of the gathered parameters.
-    rearranged: whether the parameters come from a mesh with another order of the same devices. If
+    rearranged: whether the parameters come from a mesh of other sizes with the same devices. If
       they do, each device first gets a part of its final shard, and then gathers the rest. So no
       device gathers parameters that only other devices need.
   """
@@ -353,7 +354,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
-  """A sharding for every leaf: `groups` for arrays [P, ...]; packed micro-batches by their rows."""
+  """A sharding for every leaf: `groups` for arrays [P, ...] of prompts, rows for packed arrays."""
 
   def shard(tree: Tree, spec: PartitionSpec) -> Tree:
     shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
