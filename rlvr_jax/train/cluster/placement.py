@@ -57,7 +57,7 @@ class Placement:
     return sharding.batch_to_devices(pack_batch(batch, layout, own_rows), self.mesh)
 
   def pack_to_compare(self, batch: TrainBatch) -> TrainBatch:
-    """Packs at most `compared_groups` groups per source, and places them on `compared_mesh`."""
+    """Packs at most `compared_groups` groups of NumPy arrays; places them on `compared_mesh`."""
     packed = pack_batch(batch, self.compared_layout)
     return sharding.batch_to_devices(packed, self.compared_mesh, groups=PartitionSpec())
 

@@ -124,7 +124,7 @@ def _resolve_sizes(given: tuple[int, ...], available: int, field: str) -> tuple[
   setting = f"config.{field} = {dict(zip(AXES, given, strict=True))}"
   if given.count(-1) > 1 or any(size < 1 and size != -1 for size in given):
     raise ValueError(
-      f"{setting}: every axis must be at least 1, or one of them -1 for all remaining devices"
+      f"{setting}: every size must be at least 1; one size may be -1, for all remaining devices"
     )
   if -1 not in given:
     return given
@@ -337,7 +337,7 @@ def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   if prompts < 1 or prompts % devices:
     raise ValueError(
-      f"{name} = {prompts} prompts do not split evenly over {devices} batch devices"
+      f"{name} = {prompts} prompts do not split evenly over {devices} devices"
       f" (config.mesh.data = {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set"
       f" {name} to a multiple of {devices}, for example"
       f" {max(1, round(prompts / devices)) * devices}"
