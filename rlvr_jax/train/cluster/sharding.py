@@ -326,8 +326,8 @@ def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> P
 def host_result_sharding(mesh: Mesh) -> NamedSharding:
   """The sharding of batch-sized results that the host reads: replicated with several processes.
 
-  So the program that computes the results gathers them, too. A separate gather would wait in the
-  devices' queue after programs dispatched in the meantime.
+  So the compiled program that computes the results also gathers them. A separate gather would wait
+  in the devices' queue, behind compiled programs that were dispatched in the meantime.
   """
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated_sharding(mesh)
 

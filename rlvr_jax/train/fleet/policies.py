@@ -93,8 +93,9 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters and writes them in the background.
 
-    Waits until the previous policy is written. Removes policies of this and later versions, which
-    the trainer wrote before a restart: they may be damaged, or their updates may be lost.
+    Waits until the previous policy is written. After a restart of the trainer, the folder may have
+    policies of this and later versions. These policies are removed, since they may be damaged, or
+    their updates may be lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
