@@ -58,7 +58,7 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 
   Args:
     run: result of `build`.
-    lengths: the distribution of prompt and response lengths, a function of `costs.workload`.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   """
   placement, distribution = run.placement, workload.parse_lengths(lengths, run.config.environment)
   batch = workload.typical_batch(distribution, run.shape, placement.row_layout)
@@ -137,8 +137,8 @@ def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[]
   """Builds a run from shapes; returns a function that prints the memory that each chip needs.
 
   The function always prints an estimate by arithmetic. Given a topology, the function also compiles
-  the run's programs, prints the compiler's numbers, and says whether each program fits into a chip.
-  Compiling for TPUs needs the extra `tpu` of the package, but no TPU.
+  the run's programs, prints the compiler's numbers, and says whether each program fits into a
+  chip's memory. Compiling for TPUs needs the extra `tpu` of the package, but no TPU.
 
   Args:
     config: the config of the run.
@@ -175,7 +175,7 @@ def costs(
     config: the config of the run.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     folder: the folder for costs_TOPOLOGY.json and costs_TOPOLOGY.md; None: no files are written.
-    lengths: the distribution of prompt and response lengths, a function of `costs.workload`.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   Returns:
     A function that returns the costs of each program that fits into memory, by name. The function
     raises CostsError if it cannot read a compiled program.

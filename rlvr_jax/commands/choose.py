@@ -70,7 +70,7 @@ def prepare_command(
     sweep_file: for sweep, see `sweep.read_runs`.
     argv: the command line; the fields that it sets apply to all runs of a sweep.
     minutes: for sweep, see `sweep.sweep`.
-    lengths: for costs and tune, a function of `costs.workload`; None for the greatest lengths.
+    lengths: for costs and tune, see `workload.parse_lengths`; None for the greatest lengths.
     beside, batches, serve, port: for view, see `view.view`; None for the defaults.
   Raises:
     ValueError: a flag or field is invalid; the message says which, what is allowed, and the remedy.

@@ -150,7 +150,7 @@ def tune(
     config: the recipe.
     topology: the slice, such as "v5p:2x2x4".
     workdir: folder for tune_TOPOLOGY.json and .md.
-    lengths: the distribution of prompt and response lengths, a function of `costs.workload`.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
@@ -394,7 +394,7 @@ def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
 
   The time of computation is the time of the cycles that the compiler estimates. These cycles omit
   custom kernels, which XLA does not generate. Each custom kernel adds the time of its FLOPs or of
-  its bytes, whichever is longer. GPUs have no compiler that estimates cycles; there, the time of
+  its bytes, whichever is longer. For GPUs no compiler estimates cycles; there, the time of
   computation is the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]
