@@ -2,8 +2,8 @@
 
 The axis `data` of a mesh replicates parameters. The axis `fsdp` shards parameters along one
 dimension, and `tensor` along the other. Arrays [P, ...] of P prompts are sharded on prompts, over
-data and fsdp together. Packed rows are sharded on rows. So a group's rollouts may lie on several
-devices in the network.
+data and fsdp together. Packed rows are sharded on rows. So different devices may compute on the
+rollouts of one group.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations sharded on their first axis, so that only weights move."""
+  """A function that shards activations on their first axis, so that fsdp moves only weights."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
