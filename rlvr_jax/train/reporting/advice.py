@@ -1,7 +1,7 @@
 """Advice that a run prints: how often the run sees its data, and which settings look wrong.
 
-Most functions return a text, or texts by name; a text is "" if there is no advice. `log` prints the
-texts.
+Most functions return a text, or texts by name; a text is "" if there is no advice. Their callers
+print the texts.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warnings by cause, if most responses were truncated, or most dialogues hit limits or refusals.
+  """Warnings by cause if most responses are truncated, or most dialogues hit limits or are refused.
 
   Args:
     statistics: the statistics of the batch.

@@ -126,8 +126,8 @@ class Clock:
   def busy(self, waits: Sequence[float]) -> dict[str, float]:
     """Seconds that each process has worked since the last update.
 
-    The result is {} with one process, and at the first update. All processes wait for the slowest
-    process, so the slowest process waits least and works longest.
+    The result is {} with one process, and at the first update after a start. All processes wait for
+    the slowest process, so the slowest process waits least and works longest.
 
     Args:
       waits: seconds that each process has waited so far for devices or other processes.

@@ -272,7 +272,7 @@ class TensorBoard:
   """
 
   def __init__(self, folder: pathlib.Path, last_step: int | None):
-    """Makes TensorBoard hide what earlier files have after `last_step`; None hides all of it."""
+    """Makes TensorBoard hide events after `last_step` in earlier files; None: all their events."""
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 
