@@ -1,4 +1,4 @@
-"""Protects a workdir: one process at a time writes it, always with the same configuration."""
+"""Protects a workdir: one process at a time can claim it, always with the same configuration."""
 
 from __future__ import annotations
 

@@ -135,12 +135,13 @@ def behavior_gaps(
       The gap of a token with mixed caches is more than rounding: it has a separate metric and is
       not checked.
   Returns:
-    The metrics, and the versions that were checked on every source. agreement/SOURCE_mean and
-    agreement/SOURCE_max are the mean and the largest gap. agreement/SOURCE_draws/BIN is the number
-    of drawn tokens with a probability in the bin, and …_draws_expected/BIN its expected value.
-    …_draws_z_max is the largest deviation from an expected value, in standard deviations. Metrics
-    named SOURCE_mixed measure tokens with mixed caches. Metrics of several versions are joined by
-    the mean of means, the maximum of maxima and the sum of draws.
+    The metrics, and the versions that were checked on every source that is `of_this_run`.
+    agreement/SOURCE_mean and agreement/SOURCE_max are the mean and the largest gap.
+    agreement/SOURCE_draws/BIN is the number of drawn tokens with a probability in the bin, and
+    …_draws_expected/BIN its expected value. …_draws_z_max is the largest deviation from an expected
+    value, in standard deviations. Metrics named SOURCE_mixed measure tokens with mixed caches.
+    Metrics of several versions are joined by the mean of means, the maximum of maxima and the sum
+    of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """

@@ -43,8 +43,8 @@ def replace_with_raw(
 ) -> tuple[list[Group], dict[str, float]]:
   """The groups, with raw behavior log-probabilities for the sources that record raw values.
 
-  Each group also keeps the sampler's values, as `sampled_logprobs`. Call this after the sampler's
-  values have been compared with the trainer's.
+  If a source records raw values, every group also keeps the sampler's values, as
+  `sampled_logprobs`. Call this after the sampler's values have been compared with the trainer's.
 
   Args:
     groups: the groups of a draw, in the order of their sources.
