@@ -181,7 +181,7 @@ class PolicyReader:
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy and verifies every leaf; several processes call `verify` for the latter.
+    """Restores a policy; one process also verifies every leaf, several processes call `verify`.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.

@@ -323,7 +323,7 @@ class Leader:
 
 
 def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
-  """Makes the same calls as the first process's `Leader`, in another process, until it closes."""
+  """Repeats the calls of the first process's `Leader`, until the leader closes."""
   while True:
     command, *arguments = multihost.exchange(None)[0]
     if command == "offer":
@@ -481,8 +481,8 @@ def identify(
 ) -> dict[str, str]:
   """The texts, by name, in which the trainer and all samplers of a fleet must agree.
 
-  They identify the code, the configuration, the data, and the settings that a resumed run may
-  change.
+  They identify the code, the configuration and the data. "settings" identifies the fields that a
+  resumed run may change, and whose new values its samplers must share: `_SETTINGS`.
 
   Args:
     config: the run's configuration, as JSON.
@@ -553,7 +553,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """A sampler's sources, with the same checkpoints of other runs as when the trainer began.
+  """A sampler's sources, with the same checkpoints of other runs as when the run began.
 
   Args:
     sources: the sources made from the present configuration.
