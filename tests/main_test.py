@@ -34,7 +34,7 @@ from rlvr_jax.train.setup.checks import may_differ
 
 MISTAKES = [
   # sizes
-  (dict(batch__prompts=7, mesh__data=2), r"batch\.prompts = 7 .* 2 batch devices .* example 8"),
+  (dict(batch__prompts=7, mesh__data=2), r"batch\.prompts = 7 .* over 2 devices .* example 8"),
   (dict(batch__tokens_per_micro_batch=-1), r"config\.batch: tokens_per_micro_batch = -1 is not an"),
   (dict(batch__tokens_per_row=512, mesh__fsdp=4),
    r"8 prompts with 4 rollouts each fill at most 3 rows of 512 tokens, fewer than the 4 devices"),

@@ -1,4 +1,4 @@
-"""The commands fits and costs: a run's programs for chips that this machine does not have."""
+"""The commands fits and costs: memory and costs of a run on chips that this machine lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from rlvr_jax.workers.pool import default_workers
 
 
 def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
-  """The programs of a run, by name, lowered but not compiled: see `programs.program_lowerings`.
+  """Functions that lower a run's programs, by the program's name: see `programs.program_lowerings`.
+
+  Lowering a program does not compile it.
 
   Args:
     run: result of `build`.
@@ -52,11 +54,11 @@ def lowerings(run: Parts, packed: Packed | None = None) -> dict[str, Lower]:
 
 
 def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
-  """A typical batch of an update, packed, and the `report.Counts` of the run's programs for it.
+  """A packed batch of typical lengths, and the `report.Counts` of the run's programs for it.
 
   Args:
     run: result of `build`.
-    lengths: component of `costs.workload`, the lengths of prompts and responses.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   """
   placement, distribution = run.placement, workload.parse_lengths(lengths, run.config.environment)
   batch = workload.typical_batch(distribution, run.shape, placement.row_layout)
@@ -65,7 +67,10 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 
 
 def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
-  """Tables of memory per chip, by title: by arithmetic, and if `compiled` also by the compiler."""
+  """Title → table of the memory that each chip needs for a phase of the run, as arithmetic says.
+
+  With `compiled`, the programs are also compiled, and tables of the compiler's numbers are added.
+  """
   engine, placement = run.programs.engine, run.placement
   # Whether teachers score in programs of their own, not within the update.
   scores_apart = run.teachers and not run.method.compares
@@ -101,7 +106,10 @@ def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
 
 
 def keeps_first_policy(run: Parts) -> bool:
-  """Whether a KL term or diagnostics need the first policy, and no teacher is a copy of it."""
+  """Whether a run keeps a separate copy of its first policy, for a KL term or for diagnostics.
+
+  A teacher that is the first policy makes this copy unnecessary.
+  """
   is_teacher = any(teacher.checkpoint == INITIAL for teacher in run.teachers)
   needed = run.config.reference.kl_coefficient or run.config.diagnostics.every
   return bool(needed) and not is_teacher
@@ -126,11 +134,11 @@ def host_memory_tables(run: Parts) -> dict[str, Table]:
 
 
 def fits(config: ml_collections.ConfigDict, topology: str | None) -> Callable[[], dict[str, Table]]:
-  """Builds a run from shapes; returns a function that prints memory per chip and whether it fits.
+  """Builds a run from shapes; returns a function that prints the memory that each chip needs.
 
-  The function always prints an estimate by arithmetic. Given a topology, it also compiles update
-  and generation and prints the compiler's numbers. This needs the compiler (extra `tpu`), but no
-  TPU.
+  The function always prints an estimate by arithmetic. Given a topology, the function also compiles
+  the run's programs, prints the compiler's numbers, and says whether each program fits into a
+  chip's memory. Compiling for TPUs needs the extra `tpu` of the package, but no TPU.
 
   Args:
     config: the config of the run.
@@ -158,18 +166,19 @@ def costs(
 ) -> Callable[[], dict[str, Cost]]:
   """Builds a run from shapes; returns a function that prints the costs of its programs per chip.
 
-  The update, and the last burst of decoding steps of the longest responses, are compiled for the
-  topology. A prefill is compiled too for dialogues, which have one after each reply, and if
-  `config.fleet.new_weights` is "recompute".
+  The function compiles two programs for the topology: the update, and a burst of decoding steps
+  that reads full caches, as the longest responses have at their end. A third program, the prefill,
+  is compiled if `config.fleet.new_weights` is "recompute", or if the run has dialogues: there a
+  prefill follows each reply.
 
   Args:
     config: the config of the run.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
-    folder: the folder of costs_TOPOLOGY.json and .md; None writes nothing.
-    lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
+    folder: the folder for costs_TOPOLOGY.json and costs_TOPOLOGY.md; None: no files are written.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   Returns:
-    A function that returns the costs of each program that fits into memory, by name. It raises
-    CostsError if it could not read a program.
+    A function that returns the costs of each program that fits into memory, by name. The function
+    raises CostsError if it cannot read a compiled program.
   """
   run = programs.build_for(config, topology)
   placement, network, shape = run.placement, run.model.config, run.shape

@@ -59,7 +59,7 @@ from rlvr_jax.train.start.every_line import check_every_line
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # the largest difference between the clocks of hosts
 _TPU_FILES = ("/dev/vfio/[0-9]*", "/dev/accel*")
-_BUSY = "find the process that uses them with sudo lsof /dev/vfio/* /dev/accel*, and end it"
+_BUSY = "find the process that uses them with `sudo lsof /dev/vfio/* /dev/accel*`, and end it"
 _GIB = 2**30
 T = TypeVar("T")
 _MAX_SHOWN = 300  # characters that are shown of a text's beginning, and of its end
@@ -165,7 +165,7 @@ class Preflight:
       return Finding(
         FAIL,
         f"this machine has TPU chips ({tpu_files[0]}), but jax found none: {_BUSY}; or install the"
-        ' extra with pip install "rlvr_jax[tpu]"',
+        ' extra with `pip install "rlvr_jax[tpu]"`',
       )
     if len(kinds) > 1:
       return Finding(FAIL, f"devices of several kinds: {kinds}; use one slice, or equal slices")
@@ -211,7 +211,7 @@ class Preflight:
     skew = max(times) - min(times)
     if skew > MAX_SKEW_S:
       return Finding(
-        FAIL, f"they differ by {skew:.1f} s: on each host, sudo systemctl restart chrony"
+        FAIL, f"they differ by {skew:.1f} s: run `sudo systemctl restart chrony` on each host"
       )
     return Finding(OK, f"equal within {skew:.1f} s")
 
@@ -371,7 +371,7 @@ class Preflight:
     return Finding(OK, f"{did}; of the prompts {_describe_prompt(parts.tokenizer, ids)}")
 
   def check_memory(self) -> Finding:
-    """The run fits into the memory of the devices or of a CPU's host, see --mode=fits."""
+    """The run fits into the memory of the devices or, on CPUs, of the host; see --mode=fits."""
     parts = _require(self.parts, "the configuration has failed")
     if jax.default_backend() == "cpu":
       return _check_host_memory(parts)
@@ -425,8 +425,8 @@ def _dear_sketch(parts: Parts) -> str | None:
   if sketched < exact:
     return None
   return (
-    f"config.gram = {parts.config.gram!r} costs {sketched:.1f} of the head's products at a width of"
-    f" {width}, the exact 'streaming' only {exact:.1f}; set config.gram = 'streaming'"
+    f"config.gram = {parts.config.gram!r} costs as much as {sketched:.1f} products of the head at a"
+    f" width of {width}, but the exact 'streaming' only {exact:.1f}; set config.gram = 'streaming'"
   )
 
 

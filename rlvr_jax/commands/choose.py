@@ -1,4 +1,4 @@
-"""Prepares the command of a mode: checks its flags and configuration before it starts."""
+"""Prepares the command of a mode: checks flags and configuration before the command starts."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def prepare_command(
     sweep_file: for sweep, see `sweep.read_runs`.
     argv: the command line; the fields that it sets apply to all runs of a sweep.
     minutes: for sweep, see `sweep.sweep`.
-    lengths: for costs and tune, a component of `costs.workload`; None for the greatest lengths.
+    lengths: for costs and tune, see `workload.parse_lengths`; None for the greatest lengths.
     beside, batches, serve, port: for view, see `view.view`; None for the defaults.
   Raises:
-    ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
+    ValueError: a flag or field is invalid; the message says which, what is allowed, and the remedy.
     OSError: a file of the data or of the model cannot be read.
   """
   given = {
@@ -167,10 +167,11 @@ def _prepare_ahead_of_time(
   schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
   if schedule.threaded or generates_separately(config.generation_mesh):
     raise ValueError(
-      f"--mode=tune with config.schedule = {config.schedule!r} and config.generation_mesh ="
-      f" {config.generation_mesh.to_dict()}: only generation and updates in turn on all"
-      " chips can be tuned; set --config.schedule='on_policy()', and no generation_mesh of separate"
-      " devices"
+      "--mode=tune needs a run whose generation and updates take turns on all chips, but"
+      f" config.schedule = {config.schedule!r} and config.generation_mesh ="
+      f" {config.generation_mesh.to_dict()}. If the schedule samples during updates, set"
+      " --config.schedule='on_policy()'; if generation has devices of its own, set the sizes of"
+      " config.generation_mesh to 0"
     )
   programs.make_topology_mesh(config.mesh, topology)
   return functools.partial(tune, config, topology, folder, lengths=lengths)

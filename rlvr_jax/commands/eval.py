@@ -37,15 +37,17 @@ _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) -> dict[str, float]:
-  """Samples, grades and summarizes; does not repeat batches that the workdir already has.
+  """Evaluates a policy on the held-out problems; returns and writes its accuracies.
 
-  Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
+  Two files are written to the workdir: `problems.jsonl` has one line per problem, with all samples
+  of the problem, and `evaluation.json` has the accuracies. A batch of problems that the workdir
+  already has is not sampled again.
 
   Args:
     parts: result of `build(config)`; `config.evaluation` has the number of samples and the settings
       of sampling.
     workdir: folder of the evaluation, or gs://BUCKET/FOLDER.
-    folder: see `train.start.parameters.load_policy`.
+    folder: checkpoint of the policy, see `train.start.parameters.load_policy`.
   Returns:
     Accuracies with intervals, see `accuracy`; {} on all processes but the first.
   """

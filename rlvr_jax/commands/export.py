@@ -25,11 +25,13 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
-  """Writes a policy as a folder that `transformers` loads, in its compute dtype.
+  """Writes a policy as a folder that `transformers` can load.
 
-  The folder includes the tokenizer: a copy from `config.model.checkpoint`, or the byte tokenizer.
-  Trained adapters are merged, and also written separately, in PEFT's format, to the subfolder
-  `adapter`. Parts of the source outside its text model are left out; a printed line names them.
+  The weights have the network's compute dtype, but float32 in place of float64. The folder includes
+  the tokenizer: a copy from `config.model.checkpoint`, or the byte tokenizer. Trained adapters are
+  merged into the weights. They are also written in PEFT's format, to the subfolder `adapter`.
+  Tensors of `config.model.checkpoint` outside its text model are left out; a printed line counts
+  these tensors.
 
   Args:
     parts: parts of the run.

@@ -35,13 +35,14 @@ def sample(parts: Parts, workdir: str | Path) -> None:
   """Samples, grades and writes groups for the trainer of a workdir.
 
   Args:
-    parts: the parts of the run's configuration, on this program's devices.
+    parts: the parts built from the run's configuration, on the devices of this sampler.
     workdir: the workdir of the run.
   Raises:
     EndRequestedError: a signal requested shutdown; other samplers take over this sampler's groups.
-    WorkdirError: the workdir has no run, or its run samples by itself.
+    WorkdirError: the workdir has no run, or its trainer samples by itself, or the run's
+      configuration differs from the sampler's.
     RefusedError: the trainer has another version of the code, another configuration or other data.
-    AgreementError: this program samples from another distribution than the trainer computes.
+    AgreementError: the trainer computes another distribution than this sampler samples from.
   """
   folder = parse_path("--workdir", workdir)
   with contextlib.ExitStack() as stack:
@@ -66,13 +67,13 @@ def sample(parts: Parts, workdir: str | Path) -> None:
 
 
 def sample_with(parts: Parts, folder: Path, frozen: Params, answers: Answers) -> None:
-  """Samples for the trainer of a workdir, with open processes of graders and environments.
+  """Samples for the trainer of a workdir, with graders and environments that have been started.
 
   Args:
-    parts: the parts of the run's configuration, on this program's devices.
+    parts: the parts built from the run's configuration, on the devices of this sampler.
     folder: the workdir.
     frozen: the parameters that are not trained.
-    answers: asks the open processes for grades, and for the environments' replies.
+    answers: asks the graders' processes for grades, and the environments' processes for replies.
   """
   c, programs, network = parts.config, parts.programs, parts.model.config
   policies, inner = make_training_sampler(parts, frozen, answers)

@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Name of the run's folder: the label's letters and digits, in any script, and the seed."""
+    """Name of the run's folder: the label's letters and digits, of any alphabet, and the seed."""
     label = unicodedata.normalize("NFC", self.label.lower())
     return re.sub(r"(?:[^\w.]|_)+", "_", f"{label}_{self.seed}").lstrip("._")
 

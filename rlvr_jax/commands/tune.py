@@ -3,8 +3,8 @@
 Arithmetic ranks every combination of mesh, row length, micro-batch and remat for an update. The
 best setting of each of the best meshes is compiled. The fastest of these settings is then compiled
 with other compiler options, and with other row lengths and micro-batches. For the fastest update,
-arithmetic ranks layouts and slots of generation, and the first setting that fits when compiled is
-taken.
+arithmetic ranks layouts of generation and numbers of slots. The best of these settings whose
+compiled program fits into memory is taken.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Target(NamedTuple):
     return find_chip(self.topology)
 
   def fits(self, gib: float) -> bool:
-    """Whether this amount of a chip's memory may be used."""
+    """Whether a program that needs `gib` GiB of each chip fits into the usable memory."""
     return gib <= _USABLE * self.chip.hbm_gib
 
   def build(self, overrides: Overrides) -> Parts:
@@ -150,7 +150,7 @@ def tune(
     config: the recipe.
     topology: the slice, such as "v5p:2x2x4".
     workdir: folder for tune_TOPOLOGY.json and .md.
-    lengths: component of `costs.workload`: lengths of prompts and responses.
+    lengths: the distribution of prompt and response lengths, see `workload.parse_lengths`.
   Returns:
     The fastest settings by dotted name of the field.
   Raises:
@@ -225,7 +225,7 @@ def tune(
 
 
 def compiler_options(topology: str) -> list[str]:
-  """The options to compare, the defaults first: on GPUs only the defaults."""
+  """The compiler options that `tune` compares, the defaults first; on GPUs only the defaults."""
   first, *others = COMPILER_OPTIONS.values()
   return [first] if is_gpu(topology) else [first, *others]
 
@@ -390,11 +390,12 @@ def _compile_updates(
 
 
 def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
-  """Seconds of a compiled program.
+  """Bounds on the seconds of a compiled program.
 
-  Computation is the time of the compiler's cycles, which omit kernels that are not XLA's. Each such
-  kernel adds the time of its FLOPs or of its bytes, whichever is longer. For GPUs no compiler
-  estimates cycles, and computation is the time of the FLOPs.
+  The time of computation is the time of the cycles that the compiler estimates. These cycles omit
+  custom kernels, which XLA does not generate. Each custom kernel adds the time of its FLOPs or of
+  its bytes, whichever is longer. For GPUs no compiler estimates cycles; there, the time of
+  computation is the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]
   if chip.cycles_per_s is not None:
@@ -463,9 +464,10 @@ def generation_seconds(
 ) -> Seconds:
   """Seconds of sampling all responses of a refresh, with its weight sync and its prefills.
 
-  Every step computes all slots, idle slots included. A step reads the weights, and caches of mean
-  length; it reads and writes the states of gated DeltaNets. The time of the host and of
-  environments is not counted.
+  Every step computes all slots, idle slots included. A step reads the weights and the caches, and
+  reads and writes the states of gated DeltaNets. With `settings.cache` "pages", a step reads the
+  mean number of cached tokens; otherwise a step reads the caches' full length. The time of the host
+  and of environments is not counted.
 
   Args:
     network, batches, settings, chip: as for `generation_candidates`.

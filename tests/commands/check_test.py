@@ -161,7 +161,10 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
 
 def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(tmp_path):
   status, text = checked(tmp_path, "config", reweighting="salt", gram="sketch")
-  expected = "config.gram = 'sketch' costs 128.0 of .* at a width of 32, .* 'streaming' only 10.0;"
+  expected = (
+    "config.gram = 'sketch' costs as much as 128.0 products of .* at a width of 32, .* 'streaming'"
+    " only 10.0;"
+  )
   assert status == WARN and re.search(expected, text), text
 
 
@@ -257,7 +260,7 @@ def test_hosts_that_do_not_agree_are_told_apart(tmp_path):
   for line in (
     "ok    devices     2 of cpu, 1 on each host",
     r"FAIL  processes   process 1: differs from process 0 in config\. Start the same command",
-    r"FAIL  clocks      they differ by 6\d\.\d s: on each host",
+    r"FAIL  clocks      they differ by 6\d\.\d s: run `sudo systemctl restart chrony` on each host",
     r"FAIL  workdir     .*/0 is not shared: this host sees the files of 1 of 2 hosts",
     "ok    grader      110 problems were graded; graders: rewards.user_graders:unhurried",
   ):

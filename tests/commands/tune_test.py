@@ -86,6 +86,6 @@ def test_lengths_are_of_costs_and_tune():
   ids=["real_time", "separate"],
 )
 def test_generation_beside_updates_is_not_tuned(fields, tmp_path):
-  message = r"in turn on all chips can be tuned; set --config\.schedule='on_policy"
+  message = r"take turns on all chips, but .* updates, set --config\.schedule='on_policy"
   with pytest.raises(ValueError, match=message):
     choose.prepare_command("tune", tiny.config(**fields), str(tmp_path), None, "v5e:1x1")

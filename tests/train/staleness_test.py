@@ -311,7 +311,7 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(session):
   offered = policies.make(other, version)
   run.sampler.offer(offered)
   run.batches.open(until=version + 1, version=version)
-  with pytest.raises(FingerprintError, match=r"rollouts 0 of version 0 .* weight sync"):
+  with pytest.raises(FingerprintError, match=r"rollouts of batch 0 under version 0 .* weight sync"):
     run.policies.check(run.batches.take(version), run.store.directory)
 
 

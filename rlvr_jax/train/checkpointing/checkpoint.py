@@ -1,8 +1,8 @@
 """Saves, keeps and restores checkpoints; survives kills, corrupted files and full disks.
 
 Orbax writes into a temporary directory and renames it at the end, so that a step directory is
-complete or absent. In a bucket a step is complete if it has the last object, `COMMITTED`. The
-checksums of `checkpoint_files` detect later damage.
+complete or absent. In a bucket, a step is complete once orbax has written its last object,
+`COMMITTED`. The checksums of `checkpoint_files` detect later damage.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Checkpointer:
     return next(self.intact(abstract_state), None)
 
   def intact(self, abstract_state: object) -> Iterator[Restored]:
-    """Yields the checkpoints, the latest first; names and skips damaged checkpoints.
+    """Yields the intact checkpoints, the latest first; a warning names each damaged checkpoint.
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` (or of arrays), with
@@ -170,7 +170,7 @@ class Checkpointer:
         self._damaged.add(step)
         if self._damaged.issuperset(steps):
           raise TornCheckpointError(
-            f"{error}. {self.directory} has no other checkpoint; remove that folder and rerun to"
+            f"{error}. {self.directory} has no intact checkpoint; remove that folder and rerun to"
             " start from the beginning."
           ) from error
         warn(f"{error}; the run goes on from an earlier checkpoint")
@@ -189,7 +189,7 @@ class Checkpointer:
     return found
 
   def discard_after(self, step: int) -> None:
-    """Removes the checkpoints later than `step`, the latest first; renames damaged checkpoints."""
+    """Removes checkpoints after `step`, the latest first; on disk, only renames damaged ones."""
     later = [number for number in reversed(self.steps()) if number > step]
     with self._convert_errors():
       multihost.run_on_first(lambda: self._remove(later), None)
@@ -223,7 +223,7 @@ class Checkpointer:
       self._metrics = {step: self._metrics[step] for step in kept}
 
   def close(self) -> None:
-    """`wait`, then ends the background threads."""
+    """Waits as `wait` does, then ends the background threads."""
     try:
       self.wait()
     finally:

@@ -156,8 +156,8 @@ def read_state(
     directory: the directory of one step.
     abstract_state: see `Checkpointer.restore`.
     if_other: sentence at the end of a ForeignCheckpointError, which says what to do.
-    verifies: whether to verify the state; if False, `verify_state` does it later. With several
-      processes a background thread must not dispatch the programs that verify.
+    verifies: whether to verify the state; if False, call `verify_state` later. With several
+      processes, a background thread must not dispatch the compiled programs that verify.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another

@@ -62,7 +62,7 @@ class BucketClaim:
       bucket: the folder.
       beat_s: seconds between heartbeats.
       limit_s: seconds without a heartbeat after which others may take over the folder.
-      machine: identifies the machine since its boot; None for this machine.
+      machine: identifier of a machine and its latest boot; None for this machine.
       on_loss: called by another thread with a message when the claim is lost.
     Raises:
       WorkdirError: another process has claimed the folder.

@@ -1,4 +1,4 @@
-"""Protects a workdir: one process at a time, always with the same configuration."""
+"""Protects a workdir: one process at a time can claim it, always with the same configuration."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class WorkdirLock:
 
 
 class StartFiles:
-  """The files written by a start, which `close` removes if the start failed.
+  """The files that the start of a run writes; `close` removes these files if the start failed.
 
   `close` keeps earlier files, and keeps everything in the workdir of a resumed run.
   """
@@ -89,12 +89,12 @@ class StartFiles:
     check_config(self._workdir, config_json, may_differ=may_differ)
 
   def keep(self) -> None:
-    """Keeps and publishes the files; call it when the start has succeeded."""
+    """Keeps the files, and copies them to the bucket, if any; call this if the start succeeded."""
     self._remove_on_close = False
     self._workdir.publish()
 
   def close(self) -> None:
-    """Removes the files of a failed start, and the folders that it made if they are empty."""
+    """Removes the files of a failed start, and the empty folders that the start has made."""
     if not self._remove_on_close:
       return
     for entry in self._workdir.local.iterdir():
@@ -141,16 +141,16 @@ def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
-  If the run has samplers, which read the file, every later start rewrites it with its own values of
-  the `may_differ` fields.
+  Samplers read this file. So if the run has samplers, every later start rewrites the file, with the
+  present values of the `may_differ` fields.
 
   Args:
-    workdir: a workdir after `fetch`; created if needed.
+    workdir: a workdir after `fetch`; a missing folder is created.
     config_json: the complete configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
-    WorkdirError: fields differ, listed in the message with both values; or the workdir has files of
-      a run, but no config.json.
+    WorkdirError: fields differ, and the message lists them with both values; or the workdir has
+      files of a run, but no config.json.
   """
   path = workdir.local / "config.json"
   folder = workdir.path
@@ -178,7 +178,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     raise WorkdirError(
       f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       "Use another --workdir, or the configuration of that run. A field that is absent in the"
-      " workdir is newer than that run: resume it with the version of rlvr_jax that began that run."
+      " workdir is newer than that run: resume the run with the version of rlvr_jax that began it."
       f"{renamed}"
     )
   if new != old and new.get("fleet", {}).get("samplers", False):

@@ -1,8 +1,9 @@
 """Control messages between the processes of a run, over TCP instead of the devices' network.
 
 Every process has a connection to the first process, which collects the values of an exchange and
-sends all of them to each process. So a message does not wait for programs on the devices. The
-kernel closes the connections of a process that dies, so that the other processes notice at once.
+sends all of them to each process. So a message does not wait for compiled programs that the devices
+still run. The kernel closes the connections of a process that dies, so that the other processes
+notice at once.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class _Ended:
 
 
 class Channel:
-  """The connections of a process, each read by a thread; none if the run has one process."""
+  """The connections of a process to other processes; a thread reads each connection.
+
+  In a run of one process, the channel has no connections.
+  """
 
   def __init__(
     self,
@@ -117,7 +121,9 @@ class Channel:
       ).start()
 
   def exchange(self, value: JSON, phase: str, deadline_s: float) -> list[Any]:
-    """Exchanges values; one thread of each process calls this, equally often on all processes.
+    """Sends a value to all processes, and returns the values of all processes.
+
+    One thread of each process calls this; all processes must call it equally often.
 
     Args:
       value: a JSON value; floats are exchanged exactly.

@@ -1,6 +1,6 @@
-"""Runs in several processes, as on a TPU pod: exchange of values, grades, signals and failures.
+"""A run's processes, as on a TPU pod: they exchange values, grades, signals and failures.
 
-Every process runs the same loop on the same data, so that all processes dispatch the same device
+Every process runs the same loop on the same data, so that all processes dispatch the same compiled
 programs in the same order. Whatever could differ between processes (grades, a signal, a failure) is
 exchanged before it has an effect, over separate connections (`control`). A run of one process makes
 the same calls without any exchange.
@@ -65,14 +65,14 @@ def initialize(
   If a process dies, the other processes end with a message that names it.
 
   Args:
-    coordinator: host:port, a free port of process 0. All three arguments are None if the cluster
-      identifies the processes (TPU pods, SLURM, Open MPI).
+    coordinator: "HOST:PORT", the host of process 0 and a free port there. All three arguments are
+      None if the cluster identifies the processes (TPU pods, SLURM, Open MPI).
     num_processes: number of processes of the run.
     process_id: index of this process, 0 ≤ id < num_processes.
   Raises:
     ValueError: only some of the three arguments are given, or they are invalid.
     RuntimeError: the other processes could not be reached within five minutes (a ControlError if
-      the devices connected but the hosts did not).
+      jax connected the processes, but the TCP connections of `control` failed).
   """
   flags = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
   missing = [f"--{name}" for name, value in flags.items() if value is None]
@@ -138,7 +138,7 @@ def num_processes() -> int:
 def exchange(value: JSON) -> list[Any]:
   """Exchanges values between processes; every process must call this.
 
-  No collective runs, so the exchange does not wait for programs on the devices.
+  The exchange uses no collective, so it does not wait for compiled programs on the devices.
 
   Args:
     value: a JSON value; floats are exchanged exactly. In a run of one process, the value may be any
@@ -185,8 +185,8 @@ def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
 def raise_if_shutdown_requested() -> None:
   """Raises EndRequestedError on all processes if shutdown was requested; all must call this.
 
-  Call it where the state before the phase can still be saved. It does nothing outside of
-  `share_shutdown_signals`.
+  Call this where the state before the current `phase` can still be saved. Outside of
+  `share_shutdown_signals`, this function does nothing.
   """
   if handles_shutdown_signals() and any_process(shutdown_requested()):
     raise EndRequestedError(f"shutdown requested during {_phase.get()}")
@@ -247,7 +247,7 @@ def exit_on_error() -> Iterator[None]:
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this
   process, or may have been ended by a signal. After an exception, the other processes receive the
-  failure and end as well. A run of one process is not affected.
+  failure and end as well. In a run of one process, the context does not end the process.
   """
   try:
     yield
@@ -269,9 +269,10 @@ def exit_on_error() -> Iterator[None]:
 
 
 def exit_together(status: int) -> NoReturn:
-  """Ends all processes after each has closed its files, even while they compile.
+  """Ends all processes once each has called this; call it after closing files.
 
-  An orderly exit of the interpreter would wait for the compilation, or abort.
+  A process may still compile a program in a thread. An orderly exit of the interpreter would wait
+  for this compilation, or abort.
   """
   exchange("closed")
   leave()

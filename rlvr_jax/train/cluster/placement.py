@@ -20,8 +20,8 @@ class Placement:
     mesh: the mesh for updates and evaluations.
     generation_mesh: the mesh for sampling rollouts: `mesh` itself, or the mesh of
       `config.generation_mesh`.
-    compared_mesh: the mesh for comparing sampler and trainer: `mesh` if rollouts are sampled on its
-      devices; otherwise a mesh of the devices of `generation_mesh`.
+    compared_mesh: the mesh for comparing sampler and trainer: `mesh` if the devices of `mesh` also
+      sample rollouts; otherwise a mesh of the devices of `generation_mesh`.
     row_layout: the row layout of the rollouts of a training batch.
     compared_layout: the row layout for comparing sampler and trainer.
     state: the train state, as shapes, dtypes and shardings.
@@ -51,13 +51,13 @@ class Placement:
     return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
 
   def pack_to_devices(self, batch: TrainBatch) -> TrainBatch:
-    """Packs a batch of NumPy arrays into rows, and places it for an update."""
+    """Packs a batch of NumPy arrays into rows, and places it on the devices of `mesh`."""
     layout = self.row_layout
     own_rows = sharding.rows_of_process(self.mesh, layout.devices * layout.rows_per_device)
     return sharding.batch_to_devices(pack_batch(batch, layout, own_rows), self.mesh)
 
   def pack_to_compare(self, batch: TrainBatch) -> TrainBatch:
-    """Packs at most `compared_groups` groups of NumPy arrays, and places them for a comparison."""
+    """Packs at most `compared_groups` groups of NumPy arrays; places them on `compared_mesh`."""
     packed = pack_batch(batch, self.compared_layout)
     return sharding.batch_to_devices(packed, self.compared_mesh, groups=PartitionSpec())
 

@@ -36,9 +36,9 @@ _YOUNG_OBJECTS = 10_000
 def keep_freed_memory() -> None:
   """Makes glibc reuse freed memory instead of returning it to the kernel.
 
-  XLA on a CPU allocates and frees its buffers at every step, and page faults took up to half of the
-  time. Call this before any thread begins, since glibc then fixes the number of its arenas. With
-  other C libraries it does nothing.
+  XLA on a CPU allocates and frees its buffers at every step. With glibc's defaults, the page faults
+  of new memory took up to half of the time. Call this before any thread begins, since glibc then
+  fixes the number of its arenas. With other C libraries this does nothing.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -64,11 +64,12 @@ class _Malloc(ctypes.Structure):
 
 
 def return_freed_memory() -> None:
-  """Returns a large amount of memory kept by `keep_freed_memory` to the kernel.
+  """Gives freed memory back to the kernel, if glibc has kept more than `MUCH_FREED` bytes.
 
-  A program's buffer is one piece, which may not fit into the gaps left by other programs, so
-  that kept memory adds up over the phases of an update. Small amounts are kept, since page faults
-  at every step would cost more.
+  See `keep_freed_memory` for why glibc keeps memory. The buffer of a compiled program is one piece,
+  which may not fit into the gaps that other programs have left. So the kept memory adds up over the
+  phases of an update. Smaller amounts are not given back, since page faults at every step would
+  cost more.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -99,7 +100,7 @@ def lacks_bfloat16(info: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> bool:
 
 
 def quiet_compiler() -> None:
-  """Silences XLA's log on a CPU, which reports harmless events as errors, such as slow compilation.
+  """Silences XLA's log on CPUs: it reports harmless events, such as slow compilation, as errors.
 
   Errors that end a compilation are still raised. TF_CPP_MIN_LOG_LEVEL has precedence. Runs of
   several processes keep the log, which says why a process has lost the other processes.
@@ -160,12 +161,12 @@ def enable_compilation_cache(workdir: str) -> None:
 
 
 def compilation_cache(workdir: str, backend: str, processes: int) -> str:
-  """The folder of compiled programs.
+  """The folder that caches compiled programs.
 
   On accelerators, where compiling a program may take minutes, all runs of a user share one folder:
-  a second run, or another arm of a sweep, finds the programs of the first run. A run of several
-  processes has the folder in its workdir, which all its hosts access: process 0 writes, all
-  processes read.
+  a second run, or another arm of a sweep, finds the programs of the first run. A run on CPUs, or of
+  several processes, has the folder in its workdir. The workdir can be read by all processes; only
+  process 0 writes to the folder.
 
   Args:
     workdir: the workdir of the run.
@@ -212,7 +213,7 @@ def describe_error(error: BaseException) -> str:
   limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   return (
     f"too many open files: this process may have {limit} open files. Raise the limit, such as with"
-    f" ulimit -n 4096, then rerun the same command ({type(error).__name__}: {str(error)[:100]}…)"
+    f" `ulimit -n 4096`, then rerun the same command ({type(error).__name__}: {str(error)[:100]}…)"
   )
 
 
@@ -293,7 +294,7 @@ def restart_deadline() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-  """Requests shutdown, by a signal to this process, once the process that started it has ended."""
+  """Requests shutdown of this process, by SIGTERM, once the process `parent` has ended."""
 
   def watch() -> None:
     while os.getppid() == parent:

@@ -1,8 +1,9 @@
 """Sharding of arrays: the mesh, a table of rules, and transfers between host and devices.
 
-Axes: `data` replicates parameters, `fsdp` shards them along one dimension, `tensor` along the
-other. Arrays [P, ...] are sharded on prompts over data and fsdp together. Packed rows are sharded
-on rows, so in the network a group may lie on several devices.
+The axis `data` of a mesh replicates parameters. The axis `fsdp` shards parameters along one
+dimension, and `tensor` along the other. Arrays [P, ...] of P prompts are sharded on prompts, over
+data and fsdp together. Packed rows are sharded on rows. So different devices may compute on the
+rollouts of one group.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def make_mesh(
       ) from error
   if data % slices:
     raise ValueError(
-      f"config.{field}.data = {data} on {slices} slices: the network between slices is slow, and"
-      f" only data may span it; set config.{field}.data to a multiple of {slices}"
+      f"config.{field}.data = {data} on {slices} slices: only the axis data may span slices, since"
+      f" the network between them is slow; set config.{field}.data to a multiple of {slices}"
     )
   slice_sizes = (data // slices, fsdp, tensor)
   grid = mesh_utils.create_hybrid_device_mesh(slice_sizes, (slices, 1, 1), chosen)
@@ -123,7 +124,7 @@ def _resolve_sizes(given: tuple[int, ...], available: int, field: str) -> tuple[
   setting = f"config.{field} = {dict(zip(AXES, given, strict=True))}"
   if given.count(-1) > 1 or any(size < 1 and size != -1 for size in given):
     raise ValueError(
-      f"{setting}: every axis must be at least 1, or one of them -1 for all remaining devices"
+      f"{setting}: every size must be at least 1; one size may be -1, for all remaining devices"
     )
   if -1 not in given:
     return given
@@ -167,7 +168,7 @@ def is_on_cpu(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def platform(mesh: Mesh | AbstractMesh | None) -> str:
-  """The platform of a mesh, "tpu", "gpu" or "cpu"; without devices, this program's platform."""
+  """The platform of a mesh: "tpu", "gpu" or "cpu"; jax's default without a mesh of devices."""
   name: str = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
   return name
 
@@ -207,7 +208,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Params:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """The sharding of arrays [P, ...] on prompts."""
+  """The sharding of arrays [P, ...] over the P prompts: on `data` and `fsdp` together."""
   return NamedSharding(mesh, BATCH)
 
 
@@ -238,14 +239,14 @@ def make_layout(mesh: Mesh | None, parameters: Mesh | None = None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """A function that keeps activations [P, ...] sharded on prompts, so that only weights move."""
+  """A function that shards activations on their first axis, so that fsdp moves only weights."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def make_residual(mesh: Mesh) -> Residual:
-  """Functions that shard the residual stream on prompts, and on tokens over `tensor`.
+  """Functions that shard the residual stream: rows over `data` and `fsdp`, tokens over `tensor`.
 
   Sharding on tokens is sequence parallelism. Gradients get the inverse constraints. Without these
   constraints, XLA gathers gradients along features, and sums the gradients of complete kernels.
@@ -280,7 +281,7 @@ def fsdp_gather(mesh: Mesh, *, rearranged: bool = False) -> Callable[[Params], P
 
   Args:
     mesh: the mesh of the gathered parameters.
-    rearranged: whether the parameters come from a mesh with another order of the same devices. If
+    rearranged: whether the parameters come from a mesh of other sizes with the same devices. If
       they do, each device first gets a part of its final shard, and then gathers the rest. So no
       device gathers parameters that only other devices need.
   """
@@ -325,8 +326,8 @@ def _replace_fsdp(shardings: Params, arrays: Params, axes: tuple[str, ...]) -> P
 def host_result_sharding(mesh: Mesh) -> NamedSharding:
   """The sharding of batch-sized results that the host reads: replicated with several processes.
 
-  So the program that computes the results gathers them, too. A separate gather would wait in the
-  devices' queue after programs dispatched in the meantime.
+  So the compiled program that computes the results also gathers them. A separate gather would wait
+  in the devices' queue, behind compiled programs that were dispatched in the meantime.
   """
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated_sharding(mesh)
 
@@ -336,7 +337,7 @@ def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   if prompts < 1 or prompts % devices:
     raise ValueError(
-      f"{name} = {prompts} prompts do not split evenly over {devices} batch devices"
+      f"{name} = {prompts} prompts do not split evenly over {devices} devices"
       f" (config.mesh.data = {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set"
       f" {name} to a multiple of {devices}, for example"
       f" {max(1, round(prompts / devices)) * devices}"
@@ -353,7 +354,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
-  """A sharding for every leaf: `groups` for arrays [P, ...]; packed micro-batches by their rows."""
+  """A sharding for every leaf: `groups` for arrays [P, ...] of prompts, rows for packed arrays."""
 
   def shard(tree: Tree, spec: PartitionSpec) -> Tree:
     shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)

@@ -1,4 +1,4 @@
-"""A trainer with a fleet of sampling programs, see docs/fleet.md."""
+"""A trainer with a fleet of samplers, which are processes of their own; see docs/fleet.md."""
 
 __all__ = [
   "policies",

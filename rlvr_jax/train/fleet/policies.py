@@ -1,9 +1,9 @@
 """The policies that a trainer publishes in its workdir, for samplers to restore.
 
-A policy is a checkpoint of parameters alone, in the folder of its version. It is complete or
-absent, and has the checksum of every leaf. It has the dtypes of decoding: a network that computes
-products in bfloat16 is published in bfloat16. If a run trains adapters, only the adapters are
-published, in their own dtypes.
+A published policy is a checkpoint of parameters alone, in the folder of its version. This
+checkpoint is complete or absent, and has the checksum of every leaf. The parameters have the dtypes
+of decoding: a network that computes products in bfloat16 is published in bfloat16. If a run trains
+adapters, only the adapters are published, in their own dtypes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class PolicyDamagedError(RuntimeError):
 
 
 class PolicyPublisher:
-  """Publishes policies and keeps the latest few; all processes of a trainer call it together."""
+  """Writes policies into a folder from which samplers restore them; keeps the latest few.
+
+  All processes of a trainer use the publisher together.
+  """
 
   def __init__(
     self,
@@ -72,10 +75,11 @@ class PolicyPublisher:
       folder: the folder of the policies alone; may be in a bucket.
       network: settings of the policy's network.
       adapters_only: whether only adapters are trained.
-      keep: number of policies, ≥ 1.
+      keep: number of policies that stay in the folder, ≥ 1.
       workdir: the workdir of the run, which guards writes into a bucket.
-      beside: the checkpointer of the run, which also saves in the background. Several processes
-        finish its save before they publish, since orbax's barriers do not tell two saves apart.
+      beside: the checkpointer of the run, which also saves in the background. A trainer of several
+        processes finishes that save before it publishes a policy, since orbax's barriers do not
+        tell two saves apart.
     """
     self._beside = beside if jax.process_count() > 1 else None
     self._folder = make_absolute(parse_path("the folder of policies", folder))
@@ -89,8 +93,9 @@ class PolicyPublisher:
   def publish(self, params: Params, policy: Policy) -> dict[str, float]:
     """Copies a policy's parameters and writes them in the background.
 
-    Waits until the previous policy is written. Removes policies of this and later versions, which
-    the trainer wrote before a restart: they may be damaged, or their updates may be lost.
+    Waits until the previous policy is written. After a restart of the trainer, the folder may have
+    policies of this and later versions. These policies are removed, since they may be damaged, or
+    their updates may be lost.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -140,7 +145,7 @@ class PolicyPublisher:
     self.published()
 
   def close(self) -> None:
-    """`wait`, then ends the background threads."""
+    """Waits as `wait` does, then ends the background threads."""
     self._checkpointer.close()
 
 
@@ -176,19 +181,20 @@ class PolicyReader:
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy; verifies every leaf, except with several processes: see `verify`.
+    """Restores a policy; one process also verifies every leaf, several processes call `verify`.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.
-      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`.
+      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`
+        seconds.
       CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
     began = time.perf_counter()
     folder = self._folder / str(policy.version)
     gone = PolicyGoneError(
-      f"version {policy.version} with fingerprint {policy.fingerprint} is no longer in"
-      f" {self._folder}"
+      f"version {policy.version} of the policy, with fingerprint {policy.fingerprint}, is no longer"
+      f" in {self._folder}"
     )
     if not (folder / MANIFEST).exists():
       raise gone
@@ -216,7 +222,8 @@ class PolicyReader:
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.
-      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`.
+      PolicyDamagedError: the policy is there, but has been damaged for more than `DAMAGED_S`
+        seconds.
     """
     try:
       verify_state(self._folder / str(policy.version), params)

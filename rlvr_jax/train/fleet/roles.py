@@ -114,7 +114,7 @@ class FleetSampler:
     self._remote = multihost.run_on_first(begin, None)
 
   def offer(self, policy: Policy) -> None:
-    """Publishes newer weights; every process writes its part."""
+    """Publishes a newer policy to the samplers; every process writes its part of the weights."""
     name = published.Policy(policy.version, policy.fingerprint())
     for metric, value in self._publisher.publish(policy.params, name).items():
       self._measured[metric] = self._measured.get(metric, 0.0) + value
@@ -199,10 +199,10 @@ class FleetSampler:
 
 
 class ComparedSampler:
-  """A sampler of this program that compares each policy's first group with the trainer's network.
+  """A sampler that checks its log-probabilities on the first group of every policy and source.
 
-  It samples the groups that a trainer requests. It refuses a problem with a user's grader that its
-  own task does not name.
+  The comparison is with the trainer's network. The sampler samples the groups that a trainer
+  requests. It refuses a problem with a user's grader that the sampler's own task does not name.
   """
 
   def __init__(
@@ -213,7 +213,7 @@ class ComparedSampler:
     task: Task,
     compare: Callable[..., Compared],
   ):
-    """Keeps the objects of a sampler's program; nothing runs yet.
+    """Keeps the parts of the sampler; nothing runs yet.
 
     Args:
       inner: samples and grades the groups.
@@ -238,7 +238,7 @@ class ComparedSampler:
 
     Raises:
       ForeignGraderError: a problem names a grader in a user's module, but no problem among the
-        first ones of this program's task names this grader.
+        first ones of this sampler's task names this grader.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -249,15 +249,15 @@ class ComparedSampler:
     if foreign := sorted({name for name in named if ":" in name} - self._graders):
       raise ForeignGraderError(
         f"the trainer sends a problem with the grader {foreign[0]!r}. A sampler imports only"
-        " graders that the first problems of its task name: name this grader there, and start again"
-        " in another --workdir"
+        " graders that the first problems of its task name: name this grader in one of these"
+        " problems, and start again in another --workdir"
       )
 
   def take(self) -> list[Group]:
-    """Works until groups are finished; returns [] if no group is wanted or the program is to end.
+    """Works until groups are finished; returns [] if no group is wanted or the sampler is to end.
 
     Raises:
-      AgreementError: this program samples from another distribution than the trainer computes.
+      AgreementError: this sampler samples from another distribution than the trainer computes.
     """
     try:
       return [self._compare(group) for group in self._inner.take()]
@@ -317,13 +317,13 @@ class Leader:
     _tell("close")
 
   def is_ending(self) -> bool:
-    """Whether the program is to end; all processes learn the answer."""
+    """Whether the sampler is to end; all processes learn the answer."""
     _tell("wait")
     return _is_ending()
 
 
 def follow(inner: ComparedSampler, reader: PolicyReader) -> None:
-  """Repeats the steps of the `Leader` in the first process, until the leader closes."""
+  """Repeats the calls of the first process's `Leader`, until the leader closes."""
   while True:
     command, *arguments = multihost.exchange(None)[0]
     if command == "offer":
@@ -382,7 +382,7 @@ def sample_for(
 
   Args:
     folder: the workdir, from `parse_path`.
-    sampler: the sampler of this program.
+    sampler: the sampler in this process.
     settings: the result of `sampler_settings`.
     policy: shapes, dtypes and shardings of a published policy, from `abstract_policy`.
   Raises:
@@ -459,7 +459,7 @@ def sampler_settings(
   Args:
     folder: the workdir.
     fleet: `config.fleet`.
-    sources: the sources of the run, on this program's devices.
+    sources: the sources of the run, on this sampler's devices.
     identity: the result of `identify`.
     group_size: G.
     deadline_s: `config.generation_deadline_s`.
@@ -479,7 +479,10 @@ def sampler_settings(
 def identify(
   config: Mapping[str, JSON], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
 ) -> dict[str, str]:
-  """The identity that all programs of a fleet must share, by name.
+  """The texts, by name, in which the trainer and all samplers of a fleet must agree.
+
+  They identify the code, the configuration and the data. "settings" identifies the fields that a
+  resumed run may change, and whose new values its samplers must share: `_SETTINGS`.
 
   Args:
     config: the run's configuration, as JSON.
@@ -550,7 +553,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """The sources with which the trainer's run began: the same checkpoint of another run, if any.
+  """A sampler's sources, with the same checkpoints of other runs as when the run began.
 
   Args:
     sources: the sources made from the present configuration.

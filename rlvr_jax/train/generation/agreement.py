@@ -43,7 +43,7 @@ class Agreement:
     sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
     mixes_caches: whether the cached keys and values before a token may come from several versions.
-    samplers_compare: whether the sampling programs of a fleet compare, so that `measure` need not.
+    samplers_compare: whether the samplers of a fleet make this comparison, in place of `measure`.
   """
 
   sources: Sources
@@ -55,7 +55,7 @@ class Agreement:
   samplers_compare: bool
 
   def measure(self, groups: Sequence[Group], version: int, checked_version: int) -> Measured:
-    """Compares a draw's log-probabilities with the trainer's, unless its policies were compared.
+    """Compares a draw's log-probabilities with the trainer's, for policies not yet compared.
 
     Args:
       groups: the groups of the draw, in order.
@@ -135,11 +135,13 @@ def behavior_gaps(
       The gap of a token with mixed caches is more than rounding: it has a separate metric and is
       not checked.
   Returns:
-    agreement/SOURCE_mean and agreement/SOURCE_max, the gaps; agreement/SOURCE_draws/BIN, the number
-    of drawn tokens with a probability in the bin; …_draws_expected/BIN, the expected number; and
-    …_draws_z_max, the largest deviation in standard deviations. The metrics named SOURCE_mixed
-    measure tokens with mixed caches. Metrics of several versions are joined by the mean of means,
-    the maximum of maxima and the sum of draws.
+    The metrics, and the versions that were checked on every source that is `of_this_run`.
+    agreement/SOURCE_mean and agreement/SOURCE_max are the mean and the largest gap.
+    agreement/SOURCE_draws/BIN is the number of drawn tokens with a probability in the bin, and
+    …_draws_expected/BIN its expected value. …_draws_z_max is the largest deviation from an expected
+    value, in standard deviations. Metrics named SOURCE_mixed measure tokens with mixed caches.
+    Metrics of several versions are joined by the mean of means, the maximum of maxima and the sum
+    of draws.
   Raises:
     AgreementError: the gap of a source that samples with the policy's own parameters is too large.
   """

@@ -42,8 +42,8 @@ class Policies:
       schedule: the schedule of the run.
       frozen: the parameters that are not trained, on the devices for generation.
       checksums: the function of this name in `Programs`.
-      sync: the result of `make_sync`; None for a fleet, whose samplers are other programs: they get
-        the trainer's own parameters.
+      sync: the result of `make_sync`. None for a fleet, whose samplers are other processes: `make`
+        then returns a policy with the trainer's own parameters.
     """
     self.frozen = frozen
     self._sources, self._schedule = sources, schedule
@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """The weights of a source for a policy, in the form that the source's engine takes."""
+    """The weights with which a source samples for a policy, as the source's engine takes them."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
@@ -86,7 +86,7 @@ class Policies:
     } | {policy.version: policy}
 
   def rest(self) -> None:
-    """Drops parameters not needed before the next policy; call it while no policy samples."""
+    """Drops the kept policies, unless `keeps_several`; call this while no policy samples."""
     if not keeps_several(self._schedule):
       self._used = {}
 
@@ -113,7 +113,7 @@ class Policies:
     return compute() if compute else None
 
   def forget(self, before: int) -> None:
-    """Forgets the fingerprints of earlier versions."""
+    """Forgets the fingerprints of versions lower than `before`."""
     self._trained = {v: compute for v, compute in self._trained.items() if v >= before}
 
   def check(self, batch: Batch, directory: object) -> None:
@@ -128,12 +128,12 @@ class Policies:
       if expected == fingerprint:
         continue
       raise FingerprintError(
-        f"rollouts {batch.number} of version {version} were sampled by parameters with fingerprint"
-        f" {fingerprint}; the trainer's parameters of that version have {expected}. These"
-        f" rollouts have not been trained on; they are in {directory}. Either parameters changed"
-        " without a weight sync, or the rollouts are another run's. If the run was resumed on"
-        " another kind of machine, move this batch and later ones elsewhere and rerun, which"
-        " samples them again"
+        f"rollouts of batch {batch.number} under version {version} were sampled by parameters with"
+        f" fingerprint {fingerprint}; the trainer's parameters of that version have {expected}."
+        f" These rollouts have not been trained on; they are in {directory}. Either parameters"
+        " changed without a weight sync, or the rollouts are another run's. If the run was resumed"
+        " on another kind of machine, move this batch and later batches elsewhere and rerun: the"
+        " run then samples them again"
       )
 
   def state(self) -> dict[str, str]:

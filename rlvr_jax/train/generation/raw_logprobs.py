@@ -21,7 +21,7 @@ from rlvr_jax.types import Array, Params, Prompts
 
 
 def announce(sources: Sources) -> None:
-  """Warns at the start of a run that it records raw log-probabilities."""
+  """Warns about each source of a run that records raw log-probabilities."""
   for source in sources:
     if source.raw:
       warn(
@@ -41,9 +41,10 @@ def replace_with_raw(
   replays_routes: bool,
   logprobs_at_temperature_1: Callable[..., Array],
 ) -> tuple[list[Group], dict[str, float]]:
-  """Replaces behavior log-probabilities by raw log-probabilities, if the source records these.
+  """The groups, with raw behavior log-probabilities for the sources that record raw values.
 
-  The groups keep both kinds. The sampled distribution has been compared with the trainer before.
+  If a source records raw values, every group also keeps the sampler's values, as
+  `sampled_logprobs`. Call this after the sampler's values have been compared with the trainer's.
 
   Args:
     groups: the groups of a draw, in the order of their sources.

@@ -1,6 +1,7 @@
-"""Advice that a run prints: how often it sees its data, and which settings look wrong.
+"""Advice that a run prints: how often the run sees its data, and which settings look wrong.
 
-Every function returns a text, "" if there is no advice; `log` prints the text.
+Most functions return a text, or texts by name; a text is "" if there is no advice. Their callers
+print the texts.
 """
 
 from __future__ import annotations
@@ -76,20 +77,20 @@ def planned_passes(
 
 
 def on_demonstrations(warm_start: WarmStart) -> str:
-  """Warns if the warm start sees its demonstrations too often."""
+  """A warning if the warm start passes over its demonstrations more than `MANY_PASSES` times."""
   if warm_start.passes <= MANY_PASSES:
     return ""
   few = MANY_PASSES * warm_start.demonstrations // warm_start.batch_size
   return (
     f"the warm start makes {warm_start.passes:.0f} passes over {warm_start.demonstrations}"
-    f" demonstrations; from about {MANY_PASSES} on the policy memorizes them. Lower"
+    f" demonstrations; from about {MANY_PASSES} passes on, the policy memorizes them. Lower"
     f" config.warm_start.num_steps = {warm_start.num_steps} to at most {max(few, 1)}, or give more"
     " demonstrations (for most tasks, config.task.kwargs.warm_start_size)"
   )
 
 
 def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
-  """Warns if the warm start has left few groups with different rewards, or a low entropy.
+  """A warning if the warm start has left few groups with different rewards, or a low entropy.
 
   Args:
     warm_start: the warm start of the run.
@@ -123,7 +124,7 @@ def on_first_update(warm_start: WarmStart, values: Mapping[str, float]) -> str:
 
 
 def on_responses(statistics: Mapping[str, float], update: int, limit: int) -> dict[str, str]:
-  """Warnings by cause, if most responses were truncated or most dialogues ended undesirably.
+  """Warnings by cause if most responses are truncated, or most dialogues hit limits or are refused.
 
   Args:
     statistics: the statistics of the batch.
@@ -165,7 +166,7 @@ def _on_dialogues(statistics: Mapping[str, float], update: int) -> dict[str, str
 
 
 def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
-  """Warns if this run should repeat a recorded run, but this batch is the first that differs.
+  """A warning if this run repeats a recorded run, but this batch is the first that differs.
 
   Args:
     recorded: the recorded run that is repeated, or None.
@@ -183,7 +184,7 @@ def on_repetition(recorded: RecordedRun | None, batch: Batch) -> dict[str, str]:
 def on_faults(
   samples: Sequence[Mapping[str, JSON]], which: str, consequence: str
 ) -> dict[str, str]:
-  """Warns if the grader or the environment has failed, with the first error.
+  """Warnings by cause, if the grader or the environment has failed; a text names the first error.
 
   Args:
     samples: records of rollouts.
@@ -207,7 +208,7 @@ def on_faults(
 
 
 def on_padding(filled: float, update: int, batch: ml_collections.ConfigDict) -> dict[str, str]:
-  """Warns if most positions of an update are padding.
+  """A warning, named "padding", if most positions of an update are padding.
 
   Args:
     filled: share of the computed positions that hold a token.

@@ -89,10 +89,10 @@ class DispatchedUpdate(NamedTuple):
 def loss_tokens_alone(
   arrays: Mapping[str, np.ndarray], mask: jax.Array | np.ndarray
 ) -> dict[str, np.ndarray]:
-  """The arrays of a measurement; arrays of tokens [P, G, T] are cut to the N loss tokens, [N].
+  """The arrays of a measurement; of arrays [P, G, T], only the values at the N loss tokens, [N].
 
-  One rollout follows another, in the order [P, G]; the measurement's "lengths" say how many loss
-  tokens each rollout has.
+  Arrays of another shape are unchanged. In [N], one rollout follows another, in the order [P, G].
+  The measurement's array "lengths" says how many loss tokens each rollout has.
   """
   counts = np.asarray(mask) > 0
   return {name: x[counts] if x.shape == counts.shape else x for name, x in arrays.items()}
@@ -113,16 +113,21 @@ class Clock:
     self._busy: list[float] = []  # seconds of each process without its waits, at the last update
 
   def record(self, phases: Mapping[str, float]) -> dict[str, float]:
-    """Metrics: idle seconds since the last record, in none of `phases`; seconds of the run."""
+    """Metrics of time: idle seconds since the last record, and seconds of the whole run.
+
+    Args:
+      phases: phase → seconds since the last record that do not count as idle.
+    """
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
     elapsed = self.recorded - self._began
     return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": elapsed}
 
   def busy(self, waits: Sequence[float]) -> dict[str, float]:
-    """Seconds that each process has worked since the last update; {} with one process.
+    """Seconds that each process has worked since the last update.
 
-    All processes wait for the slowest process, which therefore waits least.
+    The result is {} with one process, and at the first update after a start. All processes wait for
+    the slowest process, so the slowest process waits least and works longest.
 
     Args:
       waits: seconds that each process has waited so far for devices or other processes.
@@ -136,8 +141,9 @@ class Clock:
   def left(self, step: int, total: int) -> float | None:
     """Estimated seconds from update `step`, which was just recorded, to update `total`.
 
-    The estimate assumes the mean time of this process's updates, evaluations included, without the
-    first update, which compiles. It is None before the second update.
+    The estimate assumes that each further update takes the mean time of this process's updates,
+    evaluations included. The first update does not count, since it compiles; after it, the result
+    is None.
     """
     if self._first is None:
       self._first = step, self.recorded
@@ -188,7 +194,11 @@ class RunLog:
   # --- counting -----------------------------------------------------------------------------------
 
   def add_measurement(self, name: str, amount: float) -> None:
-    """Adds a measurement to a sum or a maximum in the next update's record; see `_RATES`."""
+    """Adds a measurement to the next update's record.
+
+    Measurements of one name are summed if the name is "time/…" or "fresh_tokens"; of other
+    measurements, the record has the maximum.
+    """
     before = self._measured.get(name, 0.0)
     is_sum = name.startswith("time/") or name == _FRESH
     self._measured[name] = before + amount if is_sum else max(before, amount)
@@ -256,7 +266,7 @@ class RunLog:
   # --- records ------------------------------------------------------------------------------------
 
   def before_update(self, update: int) -> None:
-    """Starts the profile before its first update."""
+    """Starts the profile if the profile covers `update` and has not started yet."""
     self._profile.before(update)
 
   def write_update(
@@ -311,7 +321,7 @@ class RunLog:
     return found | rates
 
   def finish_update(self) -> None:
-    """Waits for the last update, if its record has not been written, and writes it.
+    """Waits for the dispatched update, and writes its record, unless the record is written already.
 
     Raises:
       NonFiniteError: too many updates in a row were not finite.

@@ -16,8 +16,8 @@ _GIB = 2**30
 def memory(phase: str) -> dict[str, float]:
   """GiB in use at the end of a phase: RAM of this process, and memory of its fullest device.
 
-  The device's value is the peak since the run began, so the first phase with this value reached the
-  peak. CPU devices have no value.
+  The device's value is the peak since the process began. So the first phase that reports the final
+  value is the phase that reached the peak. CPU devices have no value.
   """
   values = {f"memory/{phase}_host_gib": _resident() / _GIB}
   stats = [device.memory_stats() or {} for device in jax.local_devices()]

@@ -30,12 +30,16 @@ Record = JsonObject
 def write_report(
   workdir: str | os.PathLike[str], kept: str | os.PathLike[str] | None = None
 ) -> str:
-  """Plots `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
+  """Plots `learning_curves.png`, and returns the final table and the paths of the run's files.
 
-  Without matplotlib (extra `plot`) there is no plot, and the table says how to install it.
+  The numbers come from the workdir's metrics.jsonl. Without matplotlib (extra `plot`) there is no
+  plot, and the text says how to install matplotlib.
 
+  Args:
+    workdir: local workdir of the run.
+    kept: final place of the files, for the paths in the text; None for `workdir`.
   Raises:
-    FileNotFoundError: if the workdir has no metrics.jsonl.
+    FileNotFoundError: the workdir has no metrics.jsonl.
   """
   workdir = pathlib.Path(workdir)
   kept = workdir if kept is None else kept

@@ -1,6 +1,6 @@
 """Writers of a run's records: lines of JSON, TensorBoard, trackers, arrays of geometry.
 
-`MetricWriter` passes each record to all of them.
+`MetricWriter` passes each record to the writers that take it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Writer(Protocol):
   """An object that takes the records of a run."""
 
   def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-    """Takes the numbers and texts of one step of a phase."""
+    """Records the numbers of one step of a phase."""
 
   def close(self) -> None:
     """Closes the writer."""
 
 
 class MetricWriter:
-  """Passes the records of a run to its writers; only the first process has writers.
+  """Passes the records of a run to the run's writers; only the first process has writers.
 
   Write every record of step N before saving the checkpoint of step N, which stores the result of
   `written`.
@@ -75,13 +75,14 @@ class MetricWriter:
     others: Sequence[Writer] = (),
     publish: Callable[[], None] = lambda: None,
   ):
-    """Takes the writers of `open_writer`, and closes them.
+    """Keeps the writers, which `close` closes.
 
     Args:
       workdir: the workdir of the run.
       lines: files of records by name, METRICS_FILE and ROLLOUTS_FILE; None: nothing is written.
-      others: writers that get the numbers of every record, too.
-      publish: copies the files to where they are kept; called before a checkpoint is saved.
+      others: writers that get the numbers of every record of metrics, too.
+      publish: copies the files to the place where they are kept, such as a bucket. It is called
+        before a checkpoint is saved.
     """
     self.workdir = pathlib.Path(workdir)
     self._lines, self._others, self._publish = lines or {}, others, publish
@@ -133,9 +134,10 @@ class MetricWriter:
       self.write(step, "stage", stage_summary(self.workdir, step, length))
 
   def written(self, step: int) -> dict[str, Sequence[int]]:
-    """Syncs the records to disk; returns JSON for a checkpoint about the records up to a step.
+    """Syncs the records to disk; returns, for a checkpoint, how much of each file to keep.
 
-    Later records belong to an update that was prepared but not performed.
+    For each file, the result has the size and the checksum of the records up to `step`. Later
+    records belong to an update that was prepared but not performed.
     """
     found: dict[str, Sequence[int]]
     found = {name: records.written(step) for name, records in self._lines.items()}
@@ -171,7 +173,7 @@ def open_writer(
     workdir: created if needed.
     last_step: the last step whose records are kept; `BEFORE_FIRST_STEP` keeps only the warm start's
       records; None keeps no record.
-    written: the result of `MetricWriter.written` when the checkpoint of that step was saved.
+    written: the result of `MetricWriter.written` from when the checkpoint of `last_step` was saved.
     trackers: writers that get a copy of every number.
     publish: see `MetricWriter`.
     kept: the final folder of the files, for messages; None for `workdir`.
@@ -270,7 +272,7 @@ class TensorBoard:
   """
 
   def __init__(self, folder: pathlib.Path, last_step: int | None):
-    """Makes TensorBoard hide events of earlier files after `last_step`; None hides all of them."""
+    """Makes TensorBoard hide events after `last_step` in earlier files; None: all their events."""
     self._folder, self._last_step = folder, last_step
     self._files: dict[str, EventsWriter] = {}
 

@@ -22,8 +22,8 @@ def test_a_run_begins_with_both(capsys):
   assert capsys.readouterr().out.splitlines() == [
     # Two batches of 8 prompts at every fourth of 12 updates.
     "12 updates sample 48 prompts from 1,000 training problems, 0.048 passes over them",
-    "warning: the warm start makes 160 passes over 60 demonstrations; from about 20 on the policy"
-    " memorizes them. Lower config.warm_start.num_steps = 150 to at most 18, or give more"
+    "warning: the warm start makes 160 passes over 60 demonstrations; from about 20 passes on, the"
+    " policy memorizes them. Lower config.warm_start.num_steps = 150 to at most 18, or give more"
     " demonstrations (for most tasks, config.task.kwargs.warm_start_size)",
   ]
 
