@@ -39,7 +39,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
 def public(name: str) -> Iterator[str]:
-  """Yields MODULE.NAME of each function and class that a module exports; MODULE defines it."""
+  """Yields MODULE.NAME of each exported function and class; MODULE is where it is defined."""
   module = importlib.import_module(name)
   own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
   for member in getattr(module, "__all__", own):
@@ -132,7 +132,7 @@ def _pages(nav: Any) -> list[str]:
 
 
 def on_config(config: Any) -> Any:
-  """Adds method cards, API pages, and guides that mkdocs.yml does not name to the navigation."""
+  """Adds method cards, API pages, and all guides missing in mkdocs.yml to the site's navigation."""
   folder = ROOT / "docs"
   cards = sorted(path.name for path in (folder / "methods").glob("*.md"))
   named = _pages(config.nav)
@@ -155,7 +155,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-  """Rewrites links to files outside docs/ as links to the repository, and ranks the page."""
+  """Rewrites links to files outside docs/ as links to the repository; sets the search rank."""
   del files
   if page.file.src_uri.startswith(LISTS):
     page.meta["search"] = {"boost": LISTS_BOOST}
