@@ -156,12 +156,12 @@ def rollout_kind(sample: dict[str, Any]) -> str:
 
 
 def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int = 20) -> None:
-  """Plots the share of correct rollouts by a field of `Rollout`, with Wilson's 95 % intervals.
+  """Plots the share of correct rollouts per value of a field, with Wilson's 95 % intervals.
 
   Args:
     axes: axes of matplotlib.
     rollouts: the result of `load`.
-    name: field with integers, such as "length" or "age".
+    name: field of `Rollout` with integers, such as "length" or "age".
     least: values with fewer rollouts are omitted.
   """
   outcomes: dict[int, list[bool]] = collections.defaultdict(list)

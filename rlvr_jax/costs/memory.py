@@ -148,7 +148,7 @@ def teaching_bytes(
   """Estimated bytes per chip of the forward pass of teachers that score a batch before updates.
 
   Args:
-    networks: the teachers' networks; the network that takes most bytes counts.
+    networks: the teachers' networks; only the network that takes most bytes counts.
     placement: the run's placement.
     layout: the layout of the rows that teachers read.
   """

@@ -227,7 +227,7 @@ def compile_with_text(name: str, lower: Lower) -> CompiledText:
 
 
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, float]:
-  """Bytes that a compiled program uses on every device, by kind."""
+  """Bytes that a compiled program uses on each device, by kind of content."""
   usage: Any = program.memory_analysis()
   return {
     "arguments": usage.argument_size_in_bytes,

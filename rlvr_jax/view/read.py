@@ -185,7 +185,7 @@ def _number(value: object) -> float:
 
 
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
-  """(update, text) of each of a run's warnings.
+  """Yields (update, text) of each warning of a run; update is None if it is not known.
 
   A run of a sweep stores its printed output, from which all of its warnings are read. For other
   runs, warnings about responses, padding and skipped updates are recomputed from the metrics.
