@@ -36,8 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = target.add_argument
     add("verb", choices=VERBS)
     add("--name", type=parse_name, help="name of the run")
-    add("--all", action="store_true", help="for stop, without --name: every run (tpu_vm: in --zone)")
-    add("--dry_run", action="store_true", help="print the commands; run none, except to list machines")
+    add("--all", action="store_true", help="for stop: every run, on TPU VMs in --zone; no --name")
+    add("--dry_run", action="store_true", help="print commands; run none, or only list machines")
     add("--retries", type=int, default=20, help="restarts after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     add("--samplers", type=int, help="number of programs that sample for this run; for start")
