@@ -39,7 +39,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 
 def public(name: str) -> Iterator[str]:
-  """Yields MODULE.NAME of each exported function and class; MODULE is where it is defined."""
+  """Yields MODULE.NAME of each function and class that a module exports; MODULE defines it."""
   module = importlib.import_module(name)
   own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
   for member in getattr(module, "__all__", own):
@@ -155,7 +155,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-  """Rewrites links to files outside docs/ as links to the repository; sets the search rank."""
+  """Rewrites links to files outside docs/ as links to the repository; ranks lists below guides."""
   del files
   if page.file.src_uri.startswith(LISTS):
     page.meta["search"] = {"boost": LISTS_BOOST}

@@ -39,7 +39,7 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
   """The weight −∂ℓ/∂log π of each token, where ℓ is its loss and log π its log-probability.
 
-  Each token is a response of one token.
+  Each token is a whole response.
 
   Args:
     loss: policy loss; its batch statistics, if any, are over all N tokens.

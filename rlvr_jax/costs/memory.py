@@ -247,7 +247,7 @@ def resident_bytes(
 ) -> dict[str, Table]:
   """Bytes of a run's processes on a host with CPU devices, in each phase of the run.
 
-  The run's peak is the total of the largest phase. Measured peaks agree within a factor of 1.3.
+  The largest phase's total estimates the run's peak, within a factor of 1.3 of measured peaks.
 
   Args:
     estimated: the result of `estimated_bytes`.

@@ -207,7 +207,7 @@ class CompiledText(NamedTuple):
 
 
 def compile_with_text(name: str, lower: Lower) -> CompiledText:
-  """Compiles a program as `compile_program` does; also returns the compiler's texts.
+  """Compiles for a TPU or a GPU as `compile_program` does; also returns the compiler's texts.
 
   The texts are the compiler's dumps rather than the result of `as_text()`. That method parses a
   program again, and jaxlib cannot parse everything that a newer compiler writes.

@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = target.add_argument
     add("verb", choices=VERBS)
     add("--name", type=parse_name, help="name of the run")
-    add("--all", action="store_true", help="for stop: every run, on TPU VMs in --zone; no --name")
+    add("--all", action="store_true", help="for stop, without --name: all runs (tpu_vm: in --zone)")
     add("--dry_run", action="store_true", help="print commands; run none, or only list machines")
     add("--retries", type=int, default=20, help="restarts after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")

@@ -40,7 +40,10 @@ class Shell:
     return _execute(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE).stdout
 
   def follow(self, command: Sequence[str]) -> subprocess.Popen | None:
-    """Starts a command in the background, and returns its process; None in a dry run."""
+    """Starts a command in the background, and returns its process; None in a dry run.
+
+    The command prints to this process's stdout and stderr.
+    """
     say(shlex.join(command))
     # The command has its own session: Ctrl-C ends only this program, which then ends the command.
     return None if self.dry_run else subprocess.Popen(command, start_new_session=True)

@@ -1,8 +1,8 @@
 """TPU VMs as queued resources: creates, prepares and watches them, and replaces preempted ones.
 
-Every host runs one process as a systemd service, which survives a lost connection. systemd
-restarts a failed process, and the launcher replaces preempted machines, each at most --retries
-times. Each sampler of a fleet has its own queued resource, so that it starts and ends
+Every host runs one process as a systemd service of its user, which survives a lost connection.
+systemd restarts a failed process, and the launcher replaces preempted machines, each at most
+--retries times. Each sampler of a fleet has its own queued resource, so that it starts and ends
 independently. Ctrl-C ends only the launcher, and the run continues. Another `start` watches the run
 again, also with another number of samplers.
 """

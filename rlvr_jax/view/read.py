@@ -270,8 +270,8 @@ def read_batch(run: Run, number: int) -> Part:
   """Reads one batch: its groups and samples, and an entry for each token of its rollouts.
 
   Arrays of N tokens have the rollouts one after another, group by group, each cut to its length;
-  arrays of B have one entry per rollout in the same order. An array is absent if the run did not
-  store its data:
+  arrays of B = P·G rollouts have one entry for each, in the same order. An array is absent if the
+  run did not store its data:
 
     token u16|u32[N]: index into the header's "vocabulary"; "characters" lists the characters that
       several tokens form together, as [first token, text, number of tokens]

@@ -51,7 +51,7 @@ class Written(NamedTuple):
 def encode(part: Part) -> bytes:
   """The compressed bytes of a part: size of the header u32, the header as JSON, the arrays.
 
-  The header's "arrays" has (name, dtype, shape, bytes from the header's end) of each array.
+  The header's "arrays" has (name, dtype, shape, offset in bytes after the header) of each array.
   """
   places: list[JSON] = []
   blocks: list[bytes] = []

@@ -69,7 +69,9 @@ class Fade:
     function_registry.register_reward_manager(name)(_TrainingRewards)
 
   def attach(self, learner: Any) -> None:
-    """Makes the learner report entropies here; the learner then logs kl, pg_clipfrac and entropy.
+    """Makes the learner report entropies to this object.
+
+    The learner then logs kl, pg_clipfrac and entropy.
 
     Raises:
       ValueError: the learner's configuration is not supported.
