@@ -18,7 +18,7 @@ checkpoint, the data, and a workdir that all hosts can access:
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Some recipes have settings for a slice, which --mode=tune found. Name the slice after the file:
+Some recipes have settings for a slice, which --mode=tune found. Add the slice to the file's name:
 --config=configs/full_size/fade_qwen25_7b.py:v5p:2x2x4.
 
 A run uses all chips: `mesh.fsdp` takes the chips that the other axes leave. `mesh.tensor` must

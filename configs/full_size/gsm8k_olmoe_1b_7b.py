@@ -1,4 +1,4 @@
-"""GRPO on GSM8K trains all parameters of OLMoE-1B-7B-Instruct, a mixture of experts.
+"""GRPO on GSM8K from OLMoE-1B-7B-Instruct, all parameters: a mixture of experts on a small slice.
 
 OLMoE (arXiv:2409.02060) has 64 experts in each of 16 layers; in each layer a token uses 8 of them.
 It has 6.9 B parameters, of which a token uses 1.3 B. The router's weights are not normalized over

@@ -1,4 +1,4 @@
-"""GRPO on GSM8K trains all parameters of Qwen2.5-0.5B-Instruct: a start on one small chip.
+"""GRPO on GSM8K from Qwen2.5-0.5B-Instruct, all parameters: a starting point on one small chip.
 
 The task is grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held
 out, graded by the last number. The sizes are chosen to fit 16 GB: one chip of v5e, or the eight
