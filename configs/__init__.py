@@ -1,1 +1,1 @@
-"""The recipes, installed as `rlvr_jax.configs`; in a checkout that is a link to this folder."""
+"""The recipes, installed as `rlvr_jax.configs`, which in a checkout is a link to this folder."""

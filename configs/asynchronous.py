@@ -7,7 +7,8 @@ configs/simulated_asynchronous.py.
 
   python -m rlvr_jax.main --config=configs/asynchronous.py --workdir=runs/asynchronous
 
-With several devices, generation can have its own: --config.generation_mesh.data=4 and so on.
+With several devices, generation can have devices of its own, such as four with
+--config.generation_mesh.data=4.
 Other fields are as in configs/grpo.py. Guide: docs/staleness.md.
 """
 

@@ -34,7 +34,7 @@ def get_config(sampled: str = "by_solve_rate") -> ConfigDict:
 
   floors = dict(by_solve_rate=0.05, uniform=1.0)
   if sampled not in floors:
-    raise ValueError(f"{sampled!r} is not one of {list(floors)}")
+    raise ValueError(f"configs/curriculum.py:{sampled}: {sampled!r} is not one of {list(floors)}")
   parts = {f"terms_{terms}": level(terms) for terms in (2, 3, 4, 5)}
   kwargs = dict(parts=parts, by="part", weight="learnable", rate=0.1, floor=floors[sampled])
   c.task = dict(name="curriculum", kwargs=kwargs)

@@ -1,8 +1,8 @@
 """DPPO: masks tokens by the change of their probability, not by their ratio.
 
 Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879). As in the
-authors' example, the total variation has the bound 0.15, and the sum over tokens is divided by a
-constant. There are four updates per refresh, so that probabilities move. Differences from the
+authors' example, the total variation has the bound 0.15, and the sum of token losses is divided by
+a constant. There are four updates per refresh, so that probabilities move. Differences from the
 paper: the task, and weights of at most 20 instead of 10⁴.
 
   python -m rlvr_jax.main --config=configs/dppo.py --workdir=runs/dppo

@@ -1,9 +1,10 @@
 """FADE: hard prompts weigh more, and failures weigh more once entropy is below a target.
 
-Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490). H*
-is half of the initial entropy, the paper's default. If the initial entropy is a few tenths of a
-nat, δ = 1 + Ĥ − H* stays near 1 and has little effect, so sweep an absolute H* (0.25, 0.5,
-1.0 nats):
+Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490). The
+target entropy H* is half of the initial entropy, the paper's default. The advantages of failures
+are divided by δ = 1 + Ĥ − H*, clipped to [0.3, 1], where Ĥ is a moving average of the entropy. If
+the initial entropy is a few tenths of a nat, δ stays near 1 and has little effect, so sweep an
+absolute H* (0.25, 0.5, 1.0 nats):
 
   --config.advantage="fade(target_is_relative=False, target_entropy=0.5)"
 

@@ -1,7 +1,7 @@
 """GMPO: the geometric mean of a response's token ratios, each of which is clipped first.
 
-Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673). The interval [e^−0.4, e^0.4] is the
-paper's. It is far wider than GRPO's, because a single token hardly changes a geometric mean.
+Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673). The clip interval [e^−0.4, e^0.4]
+is the paper's. It is far wider than GRPO's, because a single token hardly changes a geometric mean.
 
   python -m rlvr_jax.main --config=configs/gmpo.py --workdir=runs/gmpo
 

@@ -1,11 +1,11 @@
 """GRPO as published: clipped ratios, group-normalized rewards, KL to the first policy.
 
 Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
-(arXiv:2402.03300). There is one update per refresh, as in the paper, so that no ratio reaches the
-clip interval. Losses are averaged over each response, then over responses (the 1/|o| of the paper).
-Most later recipes omit the KL term. Here it is kept, with β = 0.04 and the estimator k3, since
-other recipes are compared with this one. Differs from the paper in scale only: groups of 8 instead
-of 64, and a learning rate for a small network.
+(arXiv:2402.03300). There is one update per refresh, as in the paper, so that no ratio reaches a
+bound of the clip interval. Losses are averaged over each response, then over responses (the 1/|o|
+of the paper). Most later recipes omit the KL term. Here it is kept, with β = 0.04 and the estimator
+k3, since other recipes are compared with this one. Differs from the paper in scale only: groups of
+8 instead of 64, and a learning rate for a small network.
 
   python -m rlvr_jax.main --config=configs/grpo.py --workdir=runs/grpo
 

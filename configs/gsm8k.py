@@ -1,10 +1,10 @@
 """GRPO on GSM8K, from scratch over bytes: a test of the pipeline, not of the score.
 
-Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
-by the final number. The policy is a 0.8 M-parameter transformer that has read 128 demonstrations
-and nothing else, so that nearly all of its answers are wrong and most groups have no signal. The
-recipe shows that real questions pass through the whole pipeline. For a score, start from a
-pretrained policy.
+The task is grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held
+out, graded by the final number. The policy is a 0.8 M-parameter transformer that has read 128
+demonstrations and nothing else, so that nearly all of its answers are wrong and most groups have no
+signal. The recipe shows that real questions pass through the whole pipeline. For a score, start
+from a pretrained policy.
 
   python -m rlvr_jax.main --config=configs/gsm8k.py --workdir=runs/gsm8k \\
     --config.task.kwargs.data_dir=DIR

@@ -1,9 +1,9 @@
 """GSPO: one ratio per response, the geometric mean over its tokens, clipped once.
 
-Source: "Group Sequence Policy Optimization" (arXiv:2507.18071). The interval of 3e-4 and 4e-4 and
-the 4 updates per refresh are the paper's. Difference from the paper: responses have 2 to 4 tokens
-instead of thousands. The mean of log ρ over so few tokens varies far more, so that the same
-interval clips far more.
+Source: "Group Sequence Policy Optimization" (arXiv:2507.18071). The clip interval
+[1 − 3e-4, 1 + 4e-4] and the 4 updates per refresh are the paper's. Difference from the paper:
+responses have 2 to 4 tokens instead of thousands. The mean log ratio of so few tokens varies far
+more, so that the same interval clips far more.
 
   python -m rlvr_jax.main --config=configs/gspo.py --workdir=runs/gspo
 

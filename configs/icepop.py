@@ -1,9 +1,10 @@
 """IcePop: masks tokens on which sampler and trainer disagree, and weights the others by the ratio.
 
 Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
-(arXiv:2510.18855). The loss is PPO's, with the paper's interval of 0.5 and 5. There are four
-batches per refresh: from the second on, the policy that first trains on a batch is no longer its
-sampler. Differs from the paper: no mixture of experts, and no separate inference engine.
+(arXiv:2510.18855). The loss is PPO's. A token is kept if its ratio of trainer to sampler is in the
+paper's interval [0.5, 5]. There are four batches per refresh: from the second on, the policy that
+first trains on a batch is no longer its sampler. Differs from the paper: no mixture of experts, and
+no separate inference engine.
 
   python -m rlvr_jax.main --config=configs/icepop.py --workdir=runs/icepop
 

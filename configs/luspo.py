@@ -1,9 +1,9 @@
 """LUSPO: GSPO with each response's loss times its length.
 
 Source: "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length
-Variation in RLVR" (arXiv:2602.05261). The interval of 2e-3 and 2.5e-3 is the paper's; there are
-four updates per refresh. Difference from the paper: responses have 2 to 4 tokens instead of
-thousands, so that the mean of log ρ varies far more.
+Variation in RLVR" (arXiv:2602.05261). The clip interval [1 − 2e-3, 1 + 2.5e-3] is the paper's;
+there are four updates per refresh. Difference from the paper: responses have 2 to 4 tokens instead
+of thousands, so that the mean log ratio varies far more.
 
   python -m rlvr_jax.main --config=configs/luspo.py --workdir=runs/luspo
 

@@ -1,4 +1,4 @@
-"""M2PO: the clip interval follows from a budget on the second moment of log ρ.
+"""M2PO: the clip interval follows from a budget on the second moment of the log ratio.
 
 Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
 (arXiv:2510.01161). The budget is the paper's, 0.04. Difference from the paper: here the rollouts of

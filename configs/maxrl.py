@@ -1,7 +1,7 @@
 """MaxRL: dividing by the solve rate gives the gradient of the log-likelihood of success.
 
-Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710). Only the coefficients
-change, A = (r − r̄)/r̄; the loss is the quickstart's.
+Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710). Only the advantage changes,
+to (r − r̄)/r̄ for a reward r and its mean r̄ over the group; the loss is the quickstart's.
 
   python -m rlvr_jax.main --config=configs/maxrl.py --workdir=runs/maxrl
 

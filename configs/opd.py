@@ -1,10 +1,10 @@
 """On-policy distillation: the advantage is the teacher's minus the policy's log-probability.
 
-Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649), from sampled tokens. The
-teacher is the policy before the first update, at temperature 0.5 instead of 1, which makes its
-answers right more often. The reward is only measured. To use another run's policy as the teacher,
-set, say, --config.teacher.checkpoint=runs/quickstart/checkpoints/300 and
---config.teacher.temperature=1.0.
+Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649), here with the
+log-probabilities of sampled tokens only. The teacher is the policy before the first update, at
+temperature 0.5 instead of 1, which makes its answers right more often. The reward is only measured.
+To use another run's policy as the teacher, set, say,
+--config.teacher.checkpoint=runs/quickstart/checkpoints/300 and --config.teacher.temperature=1.0.
 
   python -m rlvr_jax.main --config=configs/opd.py --workdir=runs/opd
 

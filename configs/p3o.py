@@ -1,4 +1,4 @@
-"""P3O: the effective sample size of the batch caps the weights and scales the KL term to β.
+"""P3O: the batch's effective sample size caps the weights and scales the KL to the behavior policy.
 
 Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
 (arXiv:2605.12380) and the authors' code. There is no clip range and no coefficient to choose. Its

@@ -2,8 +2,8 @@
 
 Policy and task are those of configs/pretrained.py. The teacher is the policy before the first
 update, which reads "What is 23 + 8? Hint: 23 + 8 = 31. Answer:" before the same response, at half
-the temperature. Tokens that the teacher finds more probable than the policy gain probability. The
-reward is not used.
+the temperature. A token gains probability if the teacher finds it more probable than the policy
+does. The reward is not used.
 
   python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained_self_distillation.py \

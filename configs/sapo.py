@@ -1,7 +1,7 @@
 """SAPO: a soft gate on the ratio instead of a clip.
 
 Source: "Soft Adaptive Policy Optimization" (arXiv:2511.20347). With the paper's temperatures, used
-here, the gate closes faster for A < 0.
+here, the gate closes faster for negative advantages.
 
   python -m rlvr_jax.main --config=configs/sapo.py --workdir=runs/sapo
 

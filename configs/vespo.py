@@ -1,9 +1,9 @@
 """VESPO: a smooth weight on the ratio of the full response, narrower for failures.
 
 Source: "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
-Training" (arXiv:2602.10693). The exponents k and λ of the weight W^k·exp(λ(1 − W)) are the
-authors'; there are four updates per refresh. Difference from the paper: responses have 2 to 4
-tokens instead of thousands.
+Training" (arXiv:2602.10693). A response whose ratio is W has the weight W^k·exp(λ(1 − W)), with the
+authors' k and λ. There are four updates per refresh. Difference from the paper: responses have 2 to
+4 tokens instead of thousands.
 
   python -m rlvr_jax.main --config=configs/vespo.py --workdir=runs/vespo
 

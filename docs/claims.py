@@ -80,7 +80,7 @@ def late_rise(run: Result) -> float:
 
 
 def correlation_above_chance(run: Result) -> float:
-  """Correlation of two matrices of cosines minus the 95 % quantile over permutations."""
+  """The correlation of two cosine matrices, minus its 95 % quantile over permutations."""
   correlation, permuted = (
     average(f"geometry/agreement_{name}")(run) for name in ("correlation", "permutation_quantile")
   )
@@ -111,13 +111,16 @@ def speedup(name: str) -> Side:
 
 
 def larger_groups(name: str, label: Callable[[int], str]) -> Side:
-  """A method's late pass@1 at G = 64 minus at G = 4, from experiments/sampled_feature."""
+  """A method's late pass@1 with groups of 64 rollouts minus that with groups of 4.
+
+  The runs are those of experiments/sampled_feature.
+  """
   labels = {size: label(size) for size in SIZES}
   return Side(f"{name}, G = 64 less 4", gain_of_size(WRITTEN.all_runs, labels))
 
 
 def sweep_mean() -> Side:
-  """The mean of late pass@8 over GRPO's clips, from experiments/low_precision."""
+  """The mean of late pass@8 over GRPO's clip ranges, from experiments/low_precision."""
   return Side(low.SWEEP.control, low.sweep_mean(PRECISION.all_runs))
 
 
@@ -141,13 +144,13 @@ def between(
   claimed: str = "more",
   plan: str = "",
 ) -> Comparison:
-  """A comparison of two arms by a value of their runs; by default by late held-out pass@1."""
+  """A comparison of two arms by a value of their runs, which is late held-out pass@1 by default."""
   sides = side(task, arm, value), side(task, control, value)
   return Comparison(quantity, *sides, task, margin, claimed, plan)
 
 
 def below(value: OfRun, quantity: str, bound: float, meaning: str) -> Comparison:
-  """A comparison of a bound with a value of GRPO's gradients; the claim: the value is lower."""
+  """The comparison for the claim that a value of GRPO's gradients is lower than a bound."""
   above = Side(f"{bound:g} ({meaning})", {}, bound)
   return Comparison(quantity, above, side(WRITTEN, grpo(16), value), WRITTEN, 0.1)
 
@@ -408,7 +411,7 @@ class Row(NamedTuple):
   quantity: str = "pass@1"
 
   def differences(self) -> dict[int, float]:
-    """Seed → arm minus control."""
+    """The arm's value minus the control's, by seed."""
     arm = side(self.task, self.arm, self.value)
     zero = Side("", {}, 0.0)
     return differences(arm, side(self.task, self.control, self.value) if self.control else zero)

@@ -70,7 +70,10 @@ def side(task: Task, label: str, value: OfRun) -> Side:
 
 
 def differences(arm: Side, control: Side) -> dict[int, float]:
-  """Seed → arm minus control, for the seeds that both sides have; a number has every seed."""
+  """The arm's value minus the control's, for each seed that both sides have.
+
+  A side that is a number has this value for every seed.
+  """
   seeds = [s for s in (arm.by_seed or control.by_seed) if s in (control.by_seed or arm.by_seed)]
   of = lambda side, seed: side.by_seed[seed] if side.by_seed else side.number
   return {seed: of(arm, seed) - of(control, seed) for seed in sorted(seeds)}

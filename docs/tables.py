@@ -161,7 +161,7 @@ def cards() -> list[pathlib.Path]:
 
 
 def names() -> str:
-  """A table of all methods' names in four columns; each name links to its card from the root."""
+  """A table of all methods' names in four columns, linked to the cards for a page in the root."""
   links = [linked(card, "") for card in cards()]
   rows = [links[i : i + 4] for i in range(0, len(links), 4)]
   return "| | | | |\n|---|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -132,7 +132,7 @@ def _pages(nav: Any) -> list[str]:
 
 
 def on_config(config: Any) -> Any:
-  """Adds method cards, API pages, and guides that mkdocs.yml does not name to the navigation."""
+  """Adds method cards, API pages, and all guides missing in mkdocs.yml to the site's navigation."""
   folder = ROOT / "docs"
   cards = sorted(path.name for path in (folder / "methods").glob("*.md"))
   named = _pages(config.nav)
@@ -155,7 +155,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-  """Rewrites links to files outside docs/ as links to the repository, and ranks the page."""
+  """Rewrites links to files outside docs/ as links to the repository; ranks lists below guides."""
   del files
   if page.file.src_uri.startswith(LISTS):
     page.meta["search"] = {"boost": LISTS_BOOST}

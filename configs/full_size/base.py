@@ -18,12 +18,12 @@ checkpoint, the data, and a workdir that all hosts can access:
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Some recipes have settings for a slice, which --mode=tune found; name it after the file:
+Some recipes have settings for a slice, which --mode=tune found. Add the slice to the file's name:
 --config=configs/full_size/fade_qwen25_7b.py:v5p:2x2x4.
 
 A run uses all chips: `mesh.fsdp` takes the chips that the other axes leave. `mesh.tensor` must
 divide the model's key/value heads, 4 in Qwen2.5 7B and 8 in Qwen3 4B. For v5e:8x8, 64 chips of 16
-GB, each recipe says what to add. On 256 chips of v5p: --config.mesh.tensor=4
+GB, each recipe says what to add. On 256 chips of v5p, add --config.mesh.tensor=4
 --config.batch.prompts=64.
 """
 

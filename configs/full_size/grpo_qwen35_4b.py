@@ -2,8 +2,8 @@
 
 The batch and the lengths are those of p3o_qwen3_4b, so that the two recipes can be compared; their
 networks are about equally large. A refresh has 256 problems with 4 rollouts each; prompts have up
-to 4096 tokens, responses up to 2048. **open**: rate, clip and lengths; no paper states a recipe for
-this model.
+to 4096 tokens, responses up to 2048. **open**: learning rate, clip range and lengths; no paper
+states a recipe for this model.
 
   python -m rlvr_jax.main --config=configs/full_size/grpo_qwen35_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/qwen35 \\

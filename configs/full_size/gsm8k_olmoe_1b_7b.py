@@ -1,10 +1,10 @@
-"""GRPO on GSM8K from OLMoE-1B-7B-Instruct, all parameters: a mixture on a small slice.
+"""GRPO on GSM8K from OLMoE-1B-7B-Instruct, all parameters: a mixture of experts on a small slice.
 
 OLMoE (arXiv:2409.02060) has 64 experts in each of 16 layers; in each layer a token uses 8 of them.
 It has 6.9 B parameters, of which a token uses 1.3 B. The router's weights are not normalized over
 the chosen experts. Routes are replayed: updates use the experts that the sampler chose
-(docs/experts.md). Grade-school word problems (arXiv:2110.14168) as published, graded by the last
-number. The settings are ours and untuned.
+(docs/experts.md). The task is grade-school word problems (arXiv:2110.14168) as published, graded by
+the last number. The settings are ours and untuned.
 
   python -m rlvr_jax.main --distributed --config=configs/full_size/gsm8k_olmoe_1b_7b.py:v5e:4x8 \\
     --workdir=/mnt/rlvr_jax/runs/olmoe \\

@@ -1,15 +1,15 @@
 """GRPO on GSM8K from Qwen2.5-0.5B-Instruct, all parameters: a starting point on one small chip.
 
-Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
-by the last number. The sizes are chosen to fit 16 GB: one chip of v5e, or the eight chips of
-v5e:2x4. The other settings are ours and untuned; the KL term is off. See
+The task is grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held
+out, graded by the last number. The sizes are chosen to fit 16 GB: one chip of v5e, or the eight
+chips of v5e:2x4. The other settings are ours and untuned; the KL term is off. See
 --config=configs/full_size/base.py.
 
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_05b.py --workdir=runs/gsm8k_05b \\
     --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
 
-The two folders hold the checkpoint, and train.jsonl and test.jsonl. Settings tuned for v5e:2x4:
-gsm8k_qwen25_05b.py:v5e:2x4.
+The folder Qwen2.5-0.5B-Instruct holds the checkpoint, and GSM8K holds train.jsonl and test.jsonl.
+Settings tuned for v5e:2x4: gsm8k_qwen25_05b.py:v5e:2x4.
 """
 
 from ml_collections import ConfigDict

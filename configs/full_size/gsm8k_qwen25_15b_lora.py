@@ -1,14 +1,14 @@
 """GRPO on GSM8K from Qwen2.5-1.5B-Instruct with LoRA: a starting point on one small chip.
 
-Like gsm8k_qwen25_05b, but with a larger model, of which only adapters are trained. These have rank
-32 and change all kernels of the layers. The frozen parameters are bfloat16, as published; the
-adapters are float32.
+The recipe is gsm8k_qwen25_05b with a larger model, of which only adapters are trained. The adapters
+have rank 32 and change all kernels of the layers. The frozen parameters are bfloat16, as published;
+the adapters are float32.
 
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_15b_lora.py \\
     --workdir=runs/gsm8k_15b_lora --config.model.checkpoint=Qwen2.5-1.5B-Instruct \\
     --config.task.kwargs.data_dir=GSM8K
 
-The two folders hold the checkpoint, and train.jsonl and test.jsonl.
+The folder Qwen2.5-1.5B-Instruct holds the checkpoint, and GSM8K holds train.jsonl and test.jsonl.
 """
 
 from ml_collections import ConfigDict

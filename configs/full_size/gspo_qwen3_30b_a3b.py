@@ -6,8 +6,8 @@ is clipped to [1 − 3e-4, 1 + 4e-4], advantages are normalized by group, and th
 over responses. The paper says that GRPO needs a replay of routes, and that GSPO does not. So
 updates recompute the routes here. The sampler's routes are recorded, so that `routing/changed`
 shows which share of the choices differs. To replay routes: --config.model.routing=replayed.
-**open**: numbers of problems and rollouts, lengths, optimizer and rate, which are our choices
-below.
+**open**: numbers of problems and rollouts, lengths, optimizer and learning rate, which are our
+choices below.
 
   python -m rlvr_jax.main --distributed \\
     --config=configs/full_size/gspo_qwen3_30b_a3b.py:v5p:2x4x4 \\

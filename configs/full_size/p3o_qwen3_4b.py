@@ -7,7 +7,8 @@ them; responses up to 2048 tokens, prompts up to 4096; AdamW at 1e-5 with β 0.9
 0.01, gradients clipped at 0.5, warm-up over a tenth of the 500 updates, then a cosine. The authors'
 settings use GRPO with a clip of 0.4; the loss here is P3O, without clip range or coefficient. If
 the policy trains on its own rollouts, the effective sample size e is near 1, and P3O equals
-REINFORCE up to rounding. P3O differs with other sources of rollouts or other schedules.
+REINFORCE up to rounding. P3O differs from REINFORCE with other sources of rollouts or other
+schedules.
 
   python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/p3o \\

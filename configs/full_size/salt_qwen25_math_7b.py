@@ -2,13 +2,13 @@
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
 Matter" (arXiv:2606.05800). The authors' repository trains by the DAPO 7B recipe of verl with SALT
-switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1). A refresh has 512 problems × 16 rollouts and 16
-updates of 32 problems each. The optimizer is AdamW at 1e-6 after 10 warm-up updates, with decay
-0.1; the clip is 0.2 and 0.28. Prompts have up to 2048 tokens and responses up to 8192, with a
-linear penalty over their last 4096. Groups that are all right or all wrong are replaced; to fill n
-prompts, at most 30·n are sampled. **open**: the number of updates, here 100 refreshes; and how the
-authors went beyond the 4096 tokens that Qwen2.5-Math-7B was made for (its config.json). The run
-warns of this excess.
+switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1; see configs/salt_grpo.py). A refresh has 512 problems ×
+16 rollouts and 16 updates of 32 problems each. The optimizer is AdamW at 1e-6 after 10 warm-up
+updates, with decay 0.1; the clip is 0.2 and 0.28. Prompts have up to 2048 tokens and responses up
+to 8192, with a linear penalty over their last 4096. Groups that are all right or all wrong are
+replaced; to fill n prompts, at most 30·n are sampled. **open**: the number of updates, here 100
+refreshes; and how the authors went beyond the 4096 tokens that Qwen2.5-Math-7B was made for (its
+config.json). The run warns of this excess.
 
   python -m rlvr_jax.main --config=configs/full_size/salt_qwen25_math_7b.py \\
     --workdir=/mnt/rlvr_jax/runs/salt \\

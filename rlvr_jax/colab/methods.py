@@ -37,12 +37,14 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """The weights −∂ℓ/∂log π of tokens, each of which is a response of one token.
+  """The weight −∂ℓ/∂log π of each token, where ℓ is its loss and log π its log-probability.
+
+  Each token is a whole response.
 
   Args:
     loss: policy loss; its batch statistics, if any, are over all N tokens.
-    ratios: f32[N], ρ = π/β of each token.
-    coefficient: A of all tokens.
+    ratios: f32[N], each token's probability under the policy over that under the behavior policy.
+    coefficient: the coefficient of every token.
   Returns:
     f32[N].
   """

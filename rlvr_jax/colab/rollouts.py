@@ -94,8 +94,8 @@ def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
     raise ValueError(f"{folder}/config.json is not the configuration of a run: {error}") from error
   if any(specs.outside_package(name)):
     raise ValueError(
-      f"{folder}/config.json has the schedule {name!r}, which is code outside of rlvr_jax and is"
-      " not imported: read the batches with rollouts.batches.read_batch instead"
+      f"{folder}/config.json names the schedule {name!r}, whose code is outside of rlvr_jax and is"
+      " not imported here: read the batches with rollouts.batches.read_batch instead"
     )
   schedule = make_schedule(name, num_updates=num_updates, seed=seed)
   first_updates = {schedule.batch(t): t for t in reversed(range(num_updates))}
@@ -156,12 +156,12 @@ def rollout_kind(sample: dict[str, Any]) -> str:
 
 
 def plot_correct(axes: Any, rollouts: Iterable[Rollout], name: str, least: int = 20) -> None:
-  """Plots the share of correct rollouts by a field of `Rollout`, with Wilson's 95 % intervals.
+  """Plots the share of correct rollouts per value of a field, with Wilson's 95 % intervals.
 
   Args:
     axes: axes of matplotlib.
     rollouts: the result of `load`.
-    name: field with integers, such as "length" or "age".
+    name: field of `Rollout` with integers, such as "length" or "age".
     least: values with fewer rollouts are omitted.
   """
   outcomes: dict[int, list[bool]] = collections.defaultdict(list)

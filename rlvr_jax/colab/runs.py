@@ -38,12 +38,12 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> str:
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:
-  """Trains `fleet_config` by programs on CPUs, a trainer and samplers; returns the run's folder.
+  """Trains `fleet_config` with processes on CPUs, a trainer and samplers; returns the run's folder.
 
   Args:
-    samplers: number of programs that sample.
+    samplers: number of processes that sample.
   Raises:
-    RuntimeError: a program has failed; the message has the end of its output.
+    RuntimeError: a process has failed; the message has the end of its output.
   """
   folder = pathlib.Path(tempfile.mkdtemp(prefix="rlvr_jax_"))
   config_file, workdir = folder / "config.py", folder / "run"
@@ -64,7 +64,7 @@ def train_fleet(*, samplers: int = 2) -> pathlib.Path:
       time.sleep(0.2)
       for program, log in zip(programs, logs, strict=True):
         if program.poll():
-          raise RuntimeError(f"a program of the fleet has failed: {log.read_text()[-2000:]}")
+          raise RuntimeError(f"a process of the fleet has failed: {log.read_text()[-2000:]}")
   return workdir
 
 

@@ -55,7 +55,7 @@ def make_toy(
   """Makes a task and its features.
 
   Args:
-    prompts, length, vocabulary, width: P, T, V and D.
+    prompts, length, vocabulary, width: the sizes P, T, V and D of the arrays of `Toy`.
     allowed: share of the tokens allowed per position, for the hardest and the easiest prompt.
     seed: seed of the allowed sets and the features.
   """
@@ -71,12 +71,12 @@ def make_toy(
 
 
 def first_kernel(toy: Toy) -> Array:
-  """The kernel f32[D, V] of the uniform policy, which is zero."""
+  """The zero kernel f32[D, V], whose policy is uniform."""
   return jnp.zeros((toy.features.shape[-1], toy.allowed.shape[-1]))
 
 
 def uniform_numbers(toy: Toy, seed: int, number: int, group_size: int) -> np.ndarray:
-  """Uniform random numbers f32[P, G, T], with which a run samples its batch of this number."""
+  """Uniform random numbers f32[P, G, T], with which a run samples the batch with this `number`."""
   P, T, _ = toy.features.shape
   return np.random.default_rng([seed, number]).random((P, group_size, T), np.float32)
 
@@ -154,8 +154,9 @@ def train(
 ) -> Runs:
   """Trains one policy per seed, from the kernel `first`, f32[D, V]; None for uniform policies.
 
-  Metrics besides those of the package: `solve_rate` of a batch of fresh rollouts of the updated
-  policy; `lag`; `gradient_norm`; `head/rank_one_fraction` of the kernel's change since the start.
+  An update's metrics are those of the package and four more: the `solve_rate` of fresh rollouts of
+  the policy before the update, the `lag` in updates, the `gradient_norm`, and the
+  `head/rank_one_fraction` of the kernel's change from the start until before the update.
 
   Raises:
     ValueError: `recipe.recorded` is unknown, or the schedule runs in real time.
@@ -287,7 +288,7 @@ def batch_at(
 
 
 def plot_runs(axes: Any, runs: Mapping[str, Runs], metric: str, *, start: int = 0) -> None:
-  """Plots a metric over updates, by label: the mean over seeds and its 95 % interval.
+  """Plots a curve of a metric over updates for each label: the seeds' mean and its 95 % interval.
 
   Args:
     axes: matplotlib axes.

@@ -8,7 +8,7 @@ from rlvr_jax.costs.gpus import GPUS
 
 
 class Chip(NamedTuple):
-  """Published peaks of one jax device, which is a chip or a core of a chip."""
+  """Published peak rates and memory of one jax device, which is a chip or a core of a chip."""
 
   flops: float  # FLOPs of bfloat16 matrix products per second
   hbm_bytes_per_s: float  # bytes read and written
@@ -18,7 +18,7 @@ class Chip(NamedTuple):
 
   @property
   def cycles_per_s(self) -> float | None:
-    """Cycles per second, to convert the compiler's cycle counts; None if it estimates no cycles."""
+    """Cycles per second; None if the compiler gives no cycle counts to convert to seconds."""
     return None if self.flops_per_cycle is None else self.flops / self.flops_per_cycle
 
 
@@ -56,10 +56,10 @@ CHIPS = {
 
 
 def find_chip(topology: str) -> Chip:
-  """Returns the peaks of each device of a slice such as "v5e:4x4", or of "h100:8".
+  """The peaks of one device of a topology, such as the TPU slice "v5e:4x4" or the GPUs "h100:8".
 
   Raises:
-    ValueError: the peaks are not known.
+    ValueError: no peaks are known for devices of this kind.
   """
   kind = topology.partition(":")[0]
   if kind not in CHIPS:

@@ -207,7 +207,7 @@ def _join_lines(text: str) -> list[str]:
 
 
 def array_bytes(shape: str, *, hbm: bool = False) -> int:
-  """Bytes of all arrays in a shape; with `hbm`, only of arrays in main memory, S(0)."""
+  """Bytes of all arrays in a shape; with `hbm`, only of arrays in main memory, XLA's S(0)."""
   return sum(
     -(-math.prod(_sizes(sizes)) * _bits(kind) // 8)
     for kind, sizes, layout in _SHAPE.findall(shape)

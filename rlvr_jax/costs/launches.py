@@ -1,8 +1,8 @@
 """The launches of a program for a GPU, read from XLA's list of thunks.
 
 A thunk is a kernel, a copy, a call of a library, a loop, or a command buffer: many kernels that the
-host launches as one. If only the device knows the trip count of a loop, the host waits for it in
-every iteration.
+host launches as one. If only the device knows the trip count of a loop, the host waits for the
+device before every iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TO_HOST = re.compile(r"DeviceToHost|Outfeed|HostSend|HostExecute")
 
 
 class Body(NamedTuple):
-  """Counts of launches in one iteration of a loop, or in the program, without inner loops."""
+  """Counts of launches in one iteration of a loop, or in the program; inner loops are excluded."""
 
   depth: int  # number of enclosing loops; 0 for the program itself
   kernels: int  # kernels, copies and calls of libraries, in command buffers or not
@@ -36,7 +36,7 @@ class Body(NamedTuple):
 
 
 def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
-  """The launches of the program and of each of its loops, in the order in which these begin.
+  """The launches of the program, then of each loop, in the order in which the loops begin.
 
   Args:
     text: XLA's dump of the thunks, "thunk_sequence_after_thunk_passes".
@@ -82,7 +82,7 @@ def read_launches(text: str, loops: Sequence[LoopLength]) -> list[Body]:
   if len(counts) - 1 != len(loops):
     raise ValueError(
       f"the program's text has {len(loops)} loops, but the dump of its thunks has"
-      f" {len(counts) - 1}; the two must agree"
+      f" {len(counts) - 1}; the two numbers must be equal"
     )
   bodies = list[Body]()
   for number, (count, around) in enumerate(zip(counts, outer, strict=True)):

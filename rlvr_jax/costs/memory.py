@@ -37,7 +37,7 @@ Table = dict[str, float]  # kind of memory → bytes per chip
 def compiled_bytes(
   lowerings: Mapping[str, programs.Lower], placement: Placement, engine: EnginePrograms
 ) -> dict[str, Table]:
-  """Bytes per chip of a run's programs, as XLA states them when it compiles for the mesh.
+  """Bytes per chip of a run's compiled programs, as XLA states them when it compiles for the mesh.
 
   Args:
     lowerings: the result of `programs.program_lowerings`.
@@ -148,7 +148,7 @@ def teaching_bytes(
   """Estimated bytes per chip of the forward pass of teachers that score a batch before updates.
 
   Args:
-    networks: the teachers' networks; the network that takes most bytes counts.
+    networks: the teachers' networks; only the network that takes most bytes counts.
     placement: the run's placement.
     layout: the layout of the rows that teachers read.
   """
@@ -165,7 +165,7 @@ def teaching_bytes(
 
 
 def trained_bytes(state: TrainState, frozen: Params) -> Table:
-  """Bytes of all arrays that stay in memory between updates.
+  """Bytes of parameters and of the optimizer's state, which stay in memory between updates.
 
   Args:
     state: the train state, as arrays or as shapes with shardings.
@@ -247,7 +247,7 @@ def resident_bytes(
 ) -> dict[str, Table]:
   """Bytes of a run's processes on a host with CPU devices, in each phase of the run.
 
-  The largest phase is the peak of the run, within a factor of 1.3 of measurements.
+  The largest phase's total estimates the run's peak, within a factor of 1.3 of measured peaks.
 
   Args:
     estimated: the result of `estimated_bytes`.

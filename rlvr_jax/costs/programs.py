@@ -115,7 +115,7 @@ def program_lowerings(
   rebuilds: bool = False,
   teacher: tuple[Params, Params] | None = None,
 ) -> dict[str, Lower]:
-  """Name of a program → function that lowers it: "update", and "generation" of one burst.
+  """The functions that lower a run's programs, by name: "update", and "generation" of one burst.
 
   With dialogues or `rebuilds`, "prefill" is added: a prefill of the longest prompt with its
   response.
@@ -162,7 +162,7 @@ def program_lowerings(
 def teacher_lowerings(
   programs: Programs, teachers: Sequence[Teacher], placement: Placement, batch: TrainBatch
 ) -> dict[str, Lower]:
-  """Name → function that lowers the largest teacher's forward pass; {} without a teacher.
+  """{"teacher": the function that lowers the largest teacher's forward pass}; {} without one.
 
   Args:
     programs, teachers, placement: as for `program_lowerings`.
@@ -184,7 +184,7 @@ def pack_full_length(shape: BatchShape, layout: RowLayout) -> Packed:
 
 
 def compile_program(name: str, lower: Lower, **options: str | bool) -> jax.stages.Compiled | None:
-  """The compiled program; None if it needs more memory than there is, as the compiler reports."""
+  """The compiled program; None if the compiler reports that it does not fit into memory."""
   start = time.perf_counter()
   try:
     program = lower().compile(compiler_options=options)
@@ -207,7 +207,7 @@ class CompiledText(NamedTuple):
 
 
 def compile_with_text(name: str, lower: Lower) -> CompiledText:
-  """Compiles for a TPU or a GPU, like `compile_program`, and returns the compiler's texts.
+  """Compiles for a TPU or a GPU as `compile_program` does; also returns the compiler's texts.
 
   The texts are the compiler's dumps rather than the result of `as_text()`. That method parses a
   program again, and jaxlib cannot parse everything that a newer compiler writes.
@@ -227,7 +227,7 @@ def compile_with_text(name: str, lower: Lower) -> CompiledText:
 
 
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, float]:
-  """Bytes that a compiled program uses on every device, by kind."""
+  """Bytes that a compiled program uses on each device, by kind of content."""
   usage: Any = program.memory_analysis()
   return {
     "arguments": usage.argument_size_in_bytes,

@@ -128,10 +128,10 @@ def useful_flops(
   placement: Placement,
   engine: EnginePrograms,
 ) -> dict[str, float]:
-  """Program → model FLOPs per chip.
+  """The model FLOPs per chip of each program, by the program's name.
 
-  "update" is an update on the batch. "generation" is the last burst of rollouts of the greatest
-  length. With dialogues, "prefill" is the prefill of the longest dialogue after a reply.
+  "update" is an update on the batch. "generation" is the last burst, if all rollouts have the
+  greatest length. With dialogues, "prefill" is the prefill of the longest dialogue after a reply.
   """
   lengths = batch.prompts, batch.responses
   adapters = placement.state.params if placement.frozen else None
@@ -154,7 +154,7 @@ def useful_flops(
 def loop_lengths(
   network: TransformerConfig, packed: Packed, placement: Placement, engine: EnginePrograms
 ) -> dict[str, int]:
-  """Pattern of a loop's name → its mean iterations, for loops whose length depends on the data.
+  """Mean iterations of each loop whose length depends on the data, by a pattern of its name.
 
   The Gram matrix has loops over rollouts and over tiles. With dialogues, the output head has loops
   over the policy's tokens.
@@ -181,10 +181,11 @@ def loop_lengths(
 def attention_kernel_costs(
   network: TransformerConfig, packed: Packed, tensor: int
 ) -> dict[str, KernelCost]:
-  """Pattern of a name → analytic cost, for the attention kernels of update and generation.
+  """Analytic costs of the update's and generation's attention kernels, by a pattern of their names.
 
-  Sliding windows are ignored. In an update, a call computes one row of the packed batch; its cost
-  is the mean over rows and layers. In generation, a call computes one token of every slot.
+  Sliding windows are ignored. In an update, a call computes one row of the packed batch; the
+  call's cost is the mean over rows and layers. In generation, a call computes one token of every
+  slot.
 
   Args:
     network: the network of the policy.
@@ -278,7 +279,7 @@ def program_cost(
     raise CostsError(
       f"the costs of the {name} are not known: {found['executed_flops'] / 1e12:.4g} TFLOPs were"
       f" counted, but the model needs {useful_flops / 1e12:.4g}. The compiler writes this program"
-      " in a form that is misread here; versions 0.0.42.1 and 0.0.50.1 of libtpu are known to work"
+      " in a form that rlvr_jax misreads; libtpu 0.0.42.1 and 0.0.50.1 are known to work"
     )
   found["compile_seconds"] = compiled.seconds
   if compiled.thunks:

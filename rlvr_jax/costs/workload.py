@@ -1,4 +1,4 @@
-"""Distributions of prompt and response lengths for estimates of costs, named by --lengths."""
+"""Distributions of prompt and response lengths for estimates of costs; --lengths names one."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def parse_lengths(text: str, environment: ml_collections.ConfigDict) -> Lengths:
   lengths = specs.make("--lengths", sys.modules[__name__], text, Lengths)
   if lengths.max_turns > 1 and not environment.name:
     raise ValueError(
-      f"--lengths = {text!r} has {lengths.max_turns} turns, but config.environment.name is empty,"
-      " and a rollout then has one turn; set that field, or choose a distribution with one turn"
+      f"--lengths = {text!r} has {lengths.max_turns} turns, but a rollout has one turn because"
+      " config.environment.name is empty; set that name, or choose a distribution with one turn"
     )
   if environment.name and lengths.max_turns > environment.max_turns:
     raise ValueError(
-      f"--lengths = {text!r} has {lengths.max_turns} turns, but config.environment.max_turns ="
-      f" {environment.max_turns}; raise it, or lower turns"
+      f"--lengths = {text!r} has {lengths.max_turns} turns, more than config.environment.max_turns"
+      f" = {environment.max_turns}; raise max_turns, or lower turns in --lengths"
     )
   return lengths
 
@@ -81,7 +81,7 @@ def longest() -> Lengths:
 
 
 def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
-  """Responses have lognormal lengths, cut at the greatest length; each batch has its own draw.
+  """Responses have lognormal lengths, cut at the greatest length; each batch has its own lengths.
 
   Args:
     mean: mean length before the cut, tokens.
@@ -95,10 +95,10 @@ def lognormal(*, mean: float, sigma: float = 0.8, prompt: int = 0) -> Lengths:
 def dialogue(
   *, turns: int, policy: float, reply: float, sigma: float = 0.8, prompt: int = 0
 ) -> Lengths:
-  """Dialogues, in which turns of the policy and replies have lognormal lengths; batches differ.
+  """Dialogues, in which turns of the policy and replies have lognormal lengths.
 
-  As in `rollouts.dialogues`, a dialogue ends early if a turn of the policy is cut at the greatest
-  length, or if a reply and another token do not fit.
+  Each batch has its own lengths. As in `rollouts.dialogues`, a dialogue ends early if a turn of
+  the policy is cut at the greatest length, or if a reply and another token do not fit.
 
   Args:
     turns: the turns of the policy in every rollout, at least 1.
@@ -124,12 +124,12 @@ def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> L
     P, G, S, limit = shape
     if prompt > S:
       raise ValueError(
-        f"{owner}: prompt = {prompt} is more than config.max_prompt_length = {S}; lower it"
+        f"{owner}: prompt = {prompt} is more than config.max_prompt_length = {S}; lower prompt"
       )
     if len(means) > 1 and sum(means[:2]) >= limit:
       raise ValueError(
         f"{owner}: policy + reply = {sum(means[:2]):g} tokens leave no room for another turn in"
-        f" config.max_response_length = {limit}; lower them, or set turns=1"
+        f" config.max_response_length = {limit}; lower policy or reply, or set turns=1"
       )
     random = np.random.default_rng(number)
     drawn = random.lognormal(np.log(means) - sigma**2 / 2, sigma, (P, G, len(means)))
@@ -144,7 +144,7 @@ def _lognormal(owner: str, means: npt.ArrayLike, sigma: float, prompt: int) -> L
 
 
 def pack_workload(workload: Workload, shape: BatchShape, layout: RowLayout) -> Packed:
-  """Packs a batch of these lengths, as NumPy arrays; its tokens are zeros."""
+  """Packs a batch with the lengths of `workload`, as NumPy arrays; its tokens are zeros."""
   P, G, S, T = shape
   ends = np.cumsum(workload.turns, axis=-1)[..., None]  # [P, G, N, 1], ends of turns
   # The number of turns that end before a token is the index of its turn.

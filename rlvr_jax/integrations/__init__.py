@@ -1,1 +1,4 @@
-"""Plug-ins for other frameworks; each needs the pip extra of its name. rlvr_jax imports none."""
+"""Plug-ins for other frameworks; each needs the pip extra of its name.
+
+The rest of rlvr_jax imports no plug-in.
+"""

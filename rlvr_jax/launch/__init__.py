@@ -1,6 +1,7 @@
-"""Starts a run: as processes here, on TPU VMs, or on GKE through xpk. Guide: docs/launch.md.
+"""Starts a run: as processes on this machine, on TPU VMs, or on GKE through xpk.
 
-It imports only the standard library and nothing else of rlvr_jax, so that it works without jax.
+The guide is docs/launch.md. This package works without jax: it imports only the standard library
+and nothing else of rlvr_jax.
 """
 
 __all__ = [

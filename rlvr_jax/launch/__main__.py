@@ -36,8 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = target.add_argument
     add("verb", choices=VERBS)
     add("--name", type=parse_name, help="name of the run")
-    add("--all", action="store_true", help="for stop, instead of --name: every run, in --zone")
-    add("--dry_run", action="store_true", help="print the commands; at most list machines")
+    add("--all", action="store_true", help="for stop, without --name: all runs (tpu_vm: in --zone)")
+    add("--dry_run", action="store_true", help="print commands; run none, or only list machines")
     add("--retries", type=int, default=20, help="restarts after failures or preemptions")
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     add("--samplers", type=int, help="number of programs that sample for this run; for start")
@@ -59,13 +59,13 @@ def main(argv: Sequence[str]) -> None:
   flags = tuple(argv[separator + 1 :])
   target, shell = TARGETS[args.target], Shell(dry_run=args.dry_run)
   if args.all != (args.name is None) or (args.all and args.verb != "stop"):
-    raise LaunchError("give --name=NAME; or, to stop every run, stop --all")
+    raise LaunchError("give --name=NAME; or stop every run with `stop --all`, without --name")
   if args.verb == "start":
     run = Run(args.name, flags, parse_environment(args.env), args.retries)
     target.start(programs_of(run, args.samplers, args.sampler_config), args, shell)
     return
   if flags:
-    raise LaunchError(f"{args.verb} takes no flags of the program: {' '.join(flags)}")
+    raise LaunchError(f"`{args.verb}` takes no flags of rlvr_jax.main; leave out {' '.join(flags)}")
   if args.all:
     target.stop_all(args, shell)
   elif args.verb == "logs":

@@ -1,9 +1,10 @@
 """Starts a run, and its samplers, as processes on this machine that connect over loopback.
 
 `start` lasts until the run and its samplers have ended, and fails unless the run has finished. It
-prints the output of the run's process 0, and restarts a program, up to --retries times, if one of
-its processes fails. Ctrl-C, `stop` and the end of the terminal let the run save and end; the same
-command resumes it. Under nohup or tmux the run outlives the terminal.
+prints the output of the run's process 0. If a process of the run fails, `start` restarts all
+processes of the run, up to --retries times; the same holds for each sampler. After Ctrl-C, `stop`
+or the end of the terminal, the run saves and ends; the same command resumes it. Under nohup or tmux
+the run outlives the terminal.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   deadline = time.monotonic() + _SAVE_S
   while _holder(name):
     if time.monotonic() > deadline:
-      raise LaunchError(f"{name} has not saved and ended within {_SAVE_S:.0f} s; see logs")
+      raise LaunchError(f"{name} still runs {_SAVE_S:.0f} s after `stop`; `logs` prints its output")
     time.sleep(0.1)
   say(f"{name}: {'stopped' if pid else 'does not run'}")
 
@@ -142,7 +143,7 @@ def _lock(name: str) -> Iterator[None]:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      message = f"{name} is running already: see it with logs, or end it with stop"
+      message = f"{name} is running already: print its output with `logs`, or end it with `stop`"
       raise LaunchError(message) from None
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -166,7 +167,8 @@ def _holder(name: str) -> int | None:
 def supervise(trainer: Program, samplers: Sequence[Program] = ()) -> str:
   """Supervises programs until all have ended, and prints the output of the first program.
 
-  Samplers end by themselves after the run has finished; otherwise they are told to end.
+  Samplers end by themselves after the run has finished. They are told to end if they still run 30 s
+  later, or if the run has failed or was stopped.
 
   Returns:
     How the first program ended: "finished", "stopped" or "failed".

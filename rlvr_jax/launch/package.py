@@ -74,8 +74,8 @@ def ship(
     )
   if "workdir" in values and pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
     raise LaunchError(
-      f"--workdir={workdir} is on a file system that is not mounted: see docs/tpu.md, or give a"
-      " folder of a bucket, gs://BUCKET/FOLDER, which needs no mount"
+      f"--workdir={workdir} is on a file system that is not mounted: mount it with --nfs for"
+      " tpu_vm (docs/tpu.md) or --storage for xpk, or give a folder of a bucket, gs://BUCKET/FOLDER"
     )
   hosts = machines.num_slices * machines.slice.hosts
   if run.is_sweep and hosts > 1:

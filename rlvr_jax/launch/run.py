@@ -55,7 +55,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
     )
   if samplers is None:
     if sampler_config:
-      raise LaunchError(f"--sampler_config={sampler_config[0]} is for samplers: add --samplers=N")
+      raise LaunchError(f"--sampler_config={sampler_config[0]} needs samplers: add --samplers=N")
     return [run]
   if samplers < 0:
     raise LaunchError(f"--samplers={samplers}: give a number of samplers, 0 or more")
@@ -72,7 +72,7 @@ def programs_of(run: Run, samplers: int | None, sampler_config: Sequence[str]) -
 
 
 def sampler_name(name: str, number: int | str) -> str:
-  """The name of a run's sampler; `number`: from 0, or a placeholder for any number."""
+  """The name of a run's sampler; `number` counts from 0, or is a placeholder for any number."""
   return f"{name}-sampler-{number}"
 
 

@@ -1,4 +1,4 @@
-"""Runs commands of other programs, captures or follows their output, or only prints them."""
+"""Runs commands, and captures or follows their output; a dry run only prints the commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shell:
     self.dry_run = dry_run
 
   def run(self, command: Sequence[str]) -> None:
-    """Runs a command with this program's output streams.
+    """Runs a command, which prints to this process's stdout and stderr.
 
     Raises:
       CommandError: the command failed, or is not installed.
@@ -40,7 +40,10 @@ class Shell:
     return _execute(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE).stdout
 
   def follow(self, command: Sequence[str]) -> subprocess.Popen | None:
-    """Starts a command in the background with this program's output; None in a dry run."""
+    """Starts a command in the background, and returns its process; None in a dry run.
+
+    The command prints to this process's stdout and stderr.
+    """
     say(shlex.join(command))
     # The command has its own session: Ctrl-C ends only this program, which then ends the command.
     return None if self.dry_run else subprocess.Popen(command, start_new_session=True)

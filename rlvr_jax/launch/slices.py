@@ -86,7 +86,7 @@ def machines_of(args: argparse.Namespace, *, count: int) -> list[Machines]:
   given = [f"--sampler_type={args.sampler_type}"] if args.sampler_type else []
   given += ["--spot=samplers"] if args.spot == "samplers" else []
   if given and args.samplers is None:
-    raise LaunchError(f"{given[0]} is for samplers: add --samplers=N")
+    raise LaunchError(f"{given[0]} needs samplers: add --samplers=N")
   run = Machines(find_slice(args.type), args.num_slices, args.spot == "all")
   sampler = run
   if args.samplers is not None:
@@ -106,7 +106,7 @@ def find_slice(name: str, flag: str = "--type") -> Slice:
   """
   kind, _, units = name.partition("-")
   if kind == "v5e":
-    raise LaunchError(f"{flag}={name}: Cloud spells it {name.replace('v5e', 'v5litepod')}")
+    raise LaunchError(f"{flag}={name}: Google Cloud calls it {name.replace('v5e', 'v5litepod')}")
   if kind not in _KINDS:
     allowed = ", ".join(f"{k}-…" for k in _KINDS)
     raise LaunchError(f"{flag}={name} is unknown; allowed: {allowed}")

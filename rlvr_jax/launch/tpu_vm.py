@@ -1,10 +1,10 @@
 """TPU VMs as queued resources: creates, prepares and watches them, and replaces preempted ones.
 
 Every host runs one process as a systemd service of its user, which survives a lost connection.
-systemd restarts a failed process; this program replaces preempted machines. --retries limits both.
-Each sampler of a fleet has its own queued resource, so that it starts and ends independently.
-Ctrl-C ends only this program; another `start` continues to watch, also with another number of
-samplers.
+systemd restarts a failed process, and the launcher replaces preempted machines, each at most
+--retries times. Each sampler of a fleet has its own queued resource, so that it starts and ends
+independently. Ctrl-C ends only the launcher, and the run continues. Another `start` watches the run
+again, also with another number of samplers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class QueuedResource:
-  """The machines of one program: a queued resource of the same name, of one or several slices."""
+  """The machines of one program: a queued resource with its name, of one or several slices."""
 
   def __init__(self, name: str, num_slices: int, args: argparse.Namespace, shell: Shell):
     """Makes no machines yet; `args` has their zone and project."""
@@ -129,7 +129,7 @@ class QueuedResource:
 
 
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:
-  """Creates the machines, starts the programs, and watches them until the first has finished."""
+  """Creates the machines, starts the programs, and watches until the first program has finished."""
   machines = slices.machines_of(args, count=len(programs))
   programs, package = ship(programs, machines[0], allow_dirty=args.allow_dirty, share=args.nfs)
   with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +151,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
           QueuedResource(name, 1, args, shell).stop()
       _supervise(watches, args.poll_s)
   if args.keep:
-    say(f"the machines of {args.name} still exist: stop deletes them")
+    say(f"the machines of {args.name} still exist: `stop` deletes them")
   else:
     for resource in _resources(args.name, args, shell):
       resource.delete()
@@ -180,12 +180,12 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Stops and deletes all machines that this program has created in the zone; lists other machines.
+  """Stops and deletes all machines that the launcher has created in the zone; lists others.
 
-  A dry run also reads the list of machines, and prints the commands for them.
+  A dry run also lists the machines, and prints the commands that would stop and delete them.
 
   Raises:
-    LaunchError: machines of this program are left.
+    LaunchError: machines that the launcher has created are left.
   """
   for name, state, num_slices in _listed(args, shell):
     if num_slices:
@@ -201,7 +201,9 @@ def stop_all(args: argparse.Namespace, shell: Shell) -> None:
     if not num_slices:
       say(f"{name}: {state}, without the label {_SLICES}: not touched")
   if own := [name for name, _, num_slices in left if num_slices]:
-    raise LaunchError(f"not deleted, and still billed: {', '.join(own)}; run the command again")
+    raise LaunchError(
+      f"machines still exist and are billed: {', '.join(own)}; run the command again"
+    )
   say(f"no machines of rlvr_jax.launch are left in {args.zone}")
 
 
@@ -340,13 +342,14 @@ class _Watch:
     if state == "FAILED" and not self._was_active:
       self.resource.describe()
       raise LaunchError(
-        f"Cloud did not make the machines of {name}; the reason is above, often the quota"
+        f"Google Cloud did not create the machines of {name}; the reason is above, often the quota"
         " (docs/tpu.md). The command `stop` deletes the request"
       )
     if self._preemptions == retries:
       raise LaunchError(
-        f"{name} is {state}, after --retries = {retries} replacements: run the same command again"
-        " to continue, or choose another --zone or --type; stop deletes the queued resource"
+        f"{name} is {state}, and --retries = {retries} allows no further replacement: run the same"
+        " command again to continue, or choose another --zone or --type; `stop` deletes the queued"
+        " resource"
       )
     self._preemptions += 1
     self.is_prepared = False
@@ -364,7 +367,7 @@ class _Watch:
       self.resource.run_on_hosts(tpu_host.logs_script(name, "30", follow=False))
       raise LaunchError(
         f"{name} has failed {self.setup.run.retries + 1} times; its last output is above. Fix the"
-        " cause and run the same command again, or stop, which deletes the machines"
+        " cause and run the same command again, or delete the machines with `stop`"
       )
     if "missing" in states:
       self.prepare_hosts()

@@ -1,4 +1,4 @@
-"""Workloads on a GKE cluster that xpk has created; Kubernetes restarts them, not this program.
+"""Workloads on a GKE cluster that xpk has created; Kubernetes restarts failed workloads.
 
 xpk adds the commit's files to an image with the dependencies. Each sampler of a fleet is a separate
 workload, so that it restarts independently after a failure. `start` returns once the workloads
@@ -52,7 +52,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
       shell.run(create_command(program, own, folder, args))
   for name in runs.keys() - {program.name for program in programs}:
     shell.run(delete_command(name, args))
-  say(f"{run.name}: Kubernetes runs it; see it with logs and status, end it with stop")
+  say(f"{run.name}: Kubernetes runs it; see it with `logs` and `status`, end it with `stop`")
 
 
 def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
@@ -80,11 +80,11 @@ def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
-  """Raises LaunchError: other users may have workloads in the cluster, which itself is billed."""
+  """Raises LaunchError, because other users may have workloads in the cluster."""
   del shell
   raise LaunchError(
-    "stop --all is for local and tpu_vm: give --name; machines of a cluster are billed until"
-    f" `xpk cluster delete {' '.join(_place_flags(args))}`"
+    "`stop --all` works for local and tpu_vm only: give --name. The machines of the cluster are"
+    f" billed until `xpk cluster delete {' '.join(_place_flags(args))}` deletes them"
   )
 
 

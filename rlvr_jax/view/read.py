@@ -101,7 +101,8 @@ def open_run(workdir: str | pathlib.Path, flag: str = "--workdir") -> Run:
     raise ValueError(str(error)) from error
   if not numbers:
     raise ValueError(
-      f"{flag}={folder}: its store has no batches, or they were removed (config.store.keep_used)"
+      f"{flag}={folder}: its store has no batches: none was stored yet, or all were removed"
+      " (config.store.keep_used)"
     )
   return Run(folder, config, _updates(config), _tokenizer(config), _advantage(config))
 
@@ -184,7 +185,7 @@ def _number(value: object) -> float:
 
 
 def messages(run: Run, records: Sequence[JsonObject]) -> Iterator[tuple[int | None, str]]:
-  """(update, text) of each of a run's warnings.
+  """Yields (update, text) of each warning of a run; update is None if it is not known.
 
   A run of a sweep stores its printed output, from which all of its warnings are read. For other
   runs, warnings about responses, padding and skipped updates are recomputed from the metrics.
@@ -235,8 +236,8 @@ def choose_batches(spec: str, numbers: Sequence[int], preferred: Collection[int]
     match = _FIELD.fullmatch(field.strip())
     if match is None:
       raise ValueError(
-        f"--batches={spec}: {field!r} is no batch; give numbers and ranges, such as 0,10:20,-1, or"
-        " all"
+        f"--batches={spec}: {field!r} is neither a number nor a range; give batches such as"
+        " 0,10:20,-1, or all"
       )
     ends = [int(end) for end in match.groups() if end is not None]
     low, high = _ends(ends, numbers)
@@ -268,21 +269,24 @@ def _ends(ends: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
 def read_batch(run: Run, number: int) -> Part:
   """Reads one batch: its groups and samples, and an entry for each token of its rollouts.
 
-  Arrays of N tokens have the rollouts one after another, in the order [P, G], each cut to its
-  length; arrays of B = P·G have one entry per rollout. An array is absent if the run did not store
-  its data:
+  Arrays of N tokens have the rollouts one after another, group by group, each cut to its length;
+  arrays of B = P·G rollouts have one entry for each, in the same order. An array is absent if the
+  run did not store its data:
 
     token u16|u32[N]: index into the header's "vocabulary"; "characters" lists the characters that
       several tokens form together, as [first token, text, number of tokens]
     logprob f16[N]: log-probability under the distribution that the token was sampled from, nats
-    mask u8[N]: 1 in the loss;  version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
-    expert u8|u16[layers, N]: the first choice in the layers that the header's "layers" names
+    mask u8[N]: 1 if the token is in the loss
+    version, lag i32[N];  turn u16[N];  score f16[N], NaN: none
+    expert u8|u16[layers, N]: the router's first choice, in the layers of the header's "layers"
     advantage f32[B] or f16[N]: by the run's estimator, computed again from the stored rewards
 
-  If diagnostics measured an update on the batch, with NaN at tokens that are not in its loss:
+  If diagnostics measured an update on the batch, there are more arrays. Those of N tokens are NaN
+  at tokens outside of the loss:
 
     coefficient f32[B]: the coefficient that the loss got
-    ratio, proximal f16[N]: log π/β, log π/π_prox (behavior and proximal policy);  entropy f16[N]
+    ratio, proximal f16[N]: log π/β and log π/π_prox, with policy π, behavior policy β and proximal
+      policy π_prox;  entropy f16[N]
     clipped, dropped, vetoed f16[N], in [0, 1]: by the loss, the correction, the veto
 
   The header's "measured" is the number of the update that these arrays describe: the last of
@@ -478,7 +482,7 @@ def _measured(
   file, counts = _load_geometry(folder, step), mask > 0
   if not np.array_equal(file["lengths"], counts.sum(axis=-1)):
     raise DamagedFileError(
-      f"the measurement before update {step + 1} is of other rollouts than the batch"
+      f"the measurement before update {step + 1} has other rollouts than the batch"
     )
   found = {"coefficient": file["reweighted"].reshape(-1).astype(np.float32)}
   for name, of in _MEASURED.items():
@@ -544,7 +548,7 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
 
 
 def measured_updates(run: Run) -> dict[int, int]:
-  """batch → its last measured update, counted from 1; batches without one are absent."""
+  """Batch → the last measured update on it, counted from 1; other batches are absent."""
   steps = set(geometry_steps(run.folder))
   measured = {n: [t for t in updates if t - 1 in steps] for n, updates in run.updates.items()}
   return {number: updates[-1] for number, updates in measured.items() if updates}
@@ -567,10 +571,10 @@ def read_geometry(run: Run, step: int) -> Part:
   """The geometry of a batch's gradients, measured before an update.
 
   Returns:
-    Arrays of B = P·G rollouts in the order [P, G]:
+    Arrays of B = P·G rollouts, group by group:
 
       norm f32[B];  cosine f16[B, B];  reward f32[B];  valid u8[B]
-      share f32[B]: λ_i/Σλ of the Gram matrix K, descending
+      share f32[B]: each eigenvalue of the Gram matrix K divided by their sum, descending
       coefficient f32[B]: the coefficient A_i that the loss got
       part f32[B]: A_i (K A)_i / AᵀKA, the rollout's part of the update's squared norm; below 0 if
         the rollout cancels others; absent if AᵀKA is zero up to rounding

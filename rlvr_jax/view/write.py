@@ -1,6 +1,6 @@
 """The page of a run: one file that contains everything, or a server that reads data on request.
 
-Whatever a run has stored reaches the page as compressed numbers and JSON in base64, never as HTML.
+Whatever a run has stored reaches the page as compressed numbers and JSON, never as HTML.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Written(NamedTuple):
 def encode(part: Part) -> bytes:
   """The compressed bytes of a part: size of the header u32, the header as JSON, the arrays.
 
-  The header's "arrays" has (name, dtype, shape, first byte after the header) of each array.
+  The header's "arrays" has (name, dtype, shape, offset in bytes after the header) of each array.
   """
   places: list[JSON] = []
   blocks: list[bytes] = []
@@ -208,7 +208,7 @@ class Server(http.server.ThreadingHTTPServer):
     return f"http://{HOST}:{self.server_address[1]}/"
 
   def answer(self, path: str) -> tuple[str, bytes] | None:
-    """(content type, bytes) of the part of the page with this path, or None.
+    """(content type, bytes) of the part of the page with this path; None without such a part.
 
     Raises:
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.
@@ -249,7 +249,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self.send_error(500, "a file of the run cannot be read", str(error))
       return
     if found is None:
-      self.send_error(404, "the run has no such thing")
+      self.send_error(404, "the page has no such part")
       return
     content_type, data = found
     self.send_response(200)

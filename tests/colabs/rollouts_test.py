@@ -76,7 +76,8 @@ def test_a_schedule_of_its_author_s_code_is_not_imported(tmp_path, monkeypatch):
   (tmp_path / "their_code.py").write_text("raise SystemError('it was run')\n")
   monkeypatch.syspath_prepend(tmp_path)
   config = {"schedule": "their_code:schedule", "num_updates": 1, "seed": 0}
-  cases = ((json.dumps(config), "code outside of rlvr_jax"), ("[1, 2]", "a JSON list"))
+  told = "whose code is outside of rlvr_jax and is not imported here"
+  cases = ((json.dumps(config), told), ("[1, 2]", "a JSON list"))
   for text, message in cases:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):

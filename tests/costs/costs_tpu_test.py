@@ -119,7 +119,8 @@ def test_a_program_whose_layers_cannot_be_counted_has_no_costs():
 
   assert costs(7, fixed=7)["executed_flops"] == 7 * 2 * 256**3
   for useful, fixed in ((7.01, 7), (2, None)):
-    with pytest.raises(hlo.CostsError, match=r"of the update are not known: .* is misread here"):
+    told = r"of the update are not known: .* in a form that rlvr_jax misreads"
+    with pytest.raises(hlo.CostsError, match=told):
       costs(useful, fixed)
 
 

@@ -50,6 +50,9 @@ def test_a_loop_of_unknown_length_counts_as_one_iteration():
 
 
 def test_another_number_of_loops_is_refused():
-  told = "the program's text has 1 loops, but the dump of its thunks has 2; the two must agree"
+  told = (
+    "the program's text has 1 loops, but the dump of its thunks has 2; the two numbers must be"
+    " equal"
+  )
   with pytest.raises(ValueError, match=told):
     read_launches(THUNKS, [LoopLength(16, False)])

@@ -83,7 +83,10 @@ def test_places_over_tokens_count_empty_rows_and_each_prompt_once():
     ("dialogue(turns=0, policy=5, reply=5)", r"turns = 0 is not an integer ≥ 1"),
     ("dialogue(turns=2, policy=0, reply=5)", r"policy = 0 is not a number in \[1"),
     ("dialogue(turns=2, policy=5, reply=0.5)", r"reply = 0\.5 is not a number in \[1"),
-    ("dialogue(turns=5, policy=5, reply=5)", r"5 turns, but config\.environment\.max_turns = 4;"),
+    (
+      "dialogue(turns=5, policy=5, reply=5)",
+      r"5 turns, more than config\.environment\.max_turns = 4;",
+    ),
   ],
 )
 def test_what_is_refused(text, message):
@@ -96,7 +99,8 @@ def test_what_is_refused(text, message):
 
 
 def test_dialogues_need_an_environment_and_places_for_another_turn():
-  with pytest.raises(ValueError, match=r"2 turns, but config\.environment\.name is empty"):
+  told = r"2 turns, but a rollout has one turn because config\.environment\.name is empty"
+  with pytest.raises(ValueError, match=told):
     make("dialogue(turns=2, policy=5, reply=5)", name="")
   assert make("dialogue(turns=1, policy=5, reply=5)", name="").max_turns == 1
   text = "dialogue(turns=2, policy=1500, reply=500)"

@@ -342,7 +342,8 @@ def test_what_is_not_supported_is_said():
   )
   with pytest.raises(ValueError, match=r"geometry.streaming\(\) or geometry.sketch"):
     salt(gram=geometry.per_rollout())
-  with pytest.raises(ValueError, match="scope = 3 does not divide the batch of 8"):
+  told = "scope = 3 asks for blocks of 3 rollouts, but the batch has 8, which"
+  with pytest.raises(ValueError, match=told):
     salt(method=reweighting.salt(scope=3))
   with pytest.raises(ValueError, match="_Module is not Qwen2"):
     plugin.split_head(type("_Module", (nnx.Module,), {})())
@@ -410,11 +411,12 @@ def test_fade_says_what_is_missing():
   halves = GRPOLearner(
     cluster_for(model, mini_batch_size=2, train_micro_batch_size=1), config, has_early_letter
   )
-  with pytest.raises(ValueError, match="train_micro_batch_size=1 would change"):
+  with pytest.raises(ValueError, match="train_micro_batch_size=1 would change FADE's state"):
     fade.attach(halves)
   manager = halves.reward_manager
-  with pytest.raises(ValueError, match="without eval_ds"):
+  with pytest.raises(ValueError, match=r"FADE cannot be used in an evaluation.* without eval_ds"):
     manager(["a"], ["b"], mode="eval")
   manager.reward_fns = [lambda prompts, completions, **kwargs: [0.5]]
-  with pytest.raises(ValueError, match=r"rewards must be 0 or 1, and some are \[0.5\]"):
+  told = r"each reward must be 0 or 1, but rewards \[0.5\] were given"
+  with pytest.raises(ValueError, match=told):
     manager(["a"], ["b"], mode="train")

@@ -142,7 +142,7 @@ ON_TPU = f"tpu_vm start {PLACE} --type=v5p-32"
 ON_GKE = f"xpk start {CLUSTER} --type=v5p-32 {IMAGE}"
 
 
-ALL = "give --name=NAME; or, to stop every run, stop --all"
+ALL = "give --name=NAME; or stop every run with `stop --all`, without --name"
 NOT_MOUNTED = "on a file system that is not mounted"
 
 
@@ -164,7 +164,7 @@ NOT_MOUNTED = "on a file system that is not mounted"
     (f"tpu_vm stop --all {PLACE}", [], ALL),
     ("tpu_vm start --all --zone=a", PROGRAM, ALL),
     ("xpk stop --all --zone=a --cluster=b", [], "xpk cluster delete --cluster=b --zone=a"),
-    (f"tpu_vm logs {PLACE}", PROGRAM, "logs takes no flags of the program"),
+    (f"tpu_vm logs {PLACE}", PROGRAM, "`logs` takes no flags of rlvr_jax.main; leave out --c"),
     (f"xpk start {CLUSTER} --type=v5p-32", PROGRAM, "--image is needed"),
     ("local start --name=a --samplers=-1", PROGRAM, "give a number of samplers"),
     (
@@ -175,8 +175,8 @@ NOT_MOUNTED = "on a file system that is not mounted"
     ("local start --name=a --samplers=2", [*PROGRAM, "--mode=check"], "not with --mode=check"),
     ("local start --name=a --sampler_config=mesh.data=4", PROGRAM, "add --samplers=N"),
     (f"{ON_TPU} --samplers=2 --sampler_type=v5p-1", IN_BUCKET, "--sampler_type=v5p-1 is unknown"),
-    (f"{ON_TPU} --sampler_type=v5p-8", IN_BUCKET, "--sampler_type=v5p-8 is for samplers"),
-    (f"{ON_GKE} --spot=samplers", IN_BUCKET, "--spot=samplers is for samplers"),
+    (f"{ON_TPU} --sampler_type=v5p-8", IN_BUCKET, "--sampler_type=v5p-8 needs samplers: add"),
+    (f"{ON_GKE} --spot=samplers", IN_BUCKET, "--spot=samplers needs samplers: add"),
   ],
 )
 def test_mistakes_have_a_message(launch, arguments, program, words):
@@ -609,7 +609,7 @@ def test_machines_that_stop_all_cannot_delete_are_named(capsys):
       raise CommandError("no network")
 
   deleted = []
-  with pytest.raises(LaunchError, match="not deleted, and still billed: try, other"):
+  with pytest.raises(LaunchError, match="machines still exist and are billed: try, other; run"):
     tpu_vm.stop_all(argparse.Namespace(zone="here", project=""), Stuck())
   assert deleted == ["try", "try", "other", "other"]  # each is stopped, then deleted
 
@@ -676,9 +676,9 @@ def test_a_sampler_that_fails_is_left_alone(capsys):
 @pytest.mark.parametrize(
   ("states", "hosts", "message"),
   [
-    ("none FAILED", "", "Cloud did not make the machines of try"),
-    ("none SUSPENDED FAILED", "", "Cloud did not make the machines of try"),
-    ("none SUSPENDED SUSPENDED", "", "after --retries = 1 replacements"),
+    ("none FAILED", "", "Google Cloud did not create the machines of try"),
+    ("none SUSPENDED FAILED", "", "Google Cloud did not create the machines of try"),
+    ("none SUSPENDED SUSPENDED", "", "SUSPENDED, and --retries = 1 allows no further replacement:"),
     ("none WAITING none", "", "were deleted during the run"),
     ("none SUSPENDED WAITING none", "", "were deleted during the run"),
     ("none ACTIVE ACTIVE", "failed", "try has failed 2 times"),

@@ -160,7 +160,7 @@ def test_folders_that_are_no_run(tmp_path):
   with pytest.raises(ValueError, match="has no rollouts: its run has not sampled a batch yet"):
     read.open_run(tmp_path)
   RolloutStore(tmp_path / "rollouts", writable=True).close()
-  with pytest.raises(ValueError, match="its store has no batch"):
+  with pytest.raises(ValueError, match="its store has no batches: none was stored yet, or"):
     read.open_run(tmp_path)
   (tmp_path / "rollouts" / "index.jsonl").write_text("")
   with pytest.raises(ValueError, match="has the former format"):
@@ -189,7 +189,8 @@ def test_batches_are_chosen(spec, chosen):
 
 @pytest.mark.parametrize("spec", ["2", "43", "50:60", "12:10", "one", "", "1:2:3", "-99"])
 def test_batches_that_are_not_there(spec):
-  with pytest.raises(ValueError, match=rf"--batches={spec}: .*(is no batch; give|3 to 42)"):
+  told = rf"--batches={spec}: .*(is neither a number nor a range; give|3 to 42)"
+  with pytest.raises(ValueError, match=told):
     read.choose_batches(spec, NUMBERS)
 
 
@@ -316,7 +317,7 @@ def test_a_measurement_of_other_rollouts_is_not_shown(tmp_path):
   folder = made.write_run(tmp_path / "run", batches=[groups], measured=[wrong])
   part = read.read_batch(read.open_run(folder), 0)
   assert part.header["measured"] is None and "coefficient" not in part.arrays
-  told = "the measurement before update 1 is of other rollouts than the batch"
+  told = "the measurement before update 1 has other rollouts than the batch"
   assert part.header["unread"] == told
   path = folder / "geometry" / "000000.npz"
   path.write_bytes(path.read_bytes()[:99])

@@ -26,14 +26,15 @@ class _TrainingRewards(reward_manager.SequenceRewardManager):
   def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> dict[str, Any]:
     if kwargs["mode"] != str(Mode.TRAIN):
       raise ValueError(
-        "FADE: Tunix passes rewards and entropies of an evaluation to the estimator as if they were"
-        " from training; call train() without eval_ds and evaluate with another learner"
+        "FADE cannot be used in an evaluation: Tunix would pass the evaluation's rewards and"
+        " entropies to the estimator as those of training. Call train() without eval_ds, and"
+        " evaluate with another learner"
       )
     result = super().__call__(prompts, completions, **kwargs)
     invalid_rewards = set(np.asarray(result["rewards"]).tolist()) - {0.0, 1.0}
     if invalid_rewards:
       raise ValueError(
-        f"FADE: rewards must be 0 or 1, and some are {sorted(invalid_rewards)[:5]}; a"
+        f"FADE: each reward must be 0 or 1, but rewards {sorted(invalid_rewards)[:5]} were given; a"
         " rollout's reward is the sum over all reward_fns"
       )
     return result
@@ -68,7 +69,9 @@ class Fade:
     function_registry.register_reward_manager(name)(_TrainingRewards)
 
   def attach(self, learner: Any) -> None:
-    """Makes the learner report entropies; it then logs kl, pg_clipfrac and entropy.
+    """Makes the learner report entropies to this object.
+
+    The learner then logs kl, pg_clipfrac and entropy.
 
     Raises:
       ValueError: the learner's configuration is not supported.
@@ -78,8 +81,8 @@ class Fade:
     name = config.advantage_estimator
     if function_registry.get_advantage_estimator(name) is not self:
       raise ValueError(
-        f"Fade.attach: advantage_estimator={name!r} is not this object; set it to the name that was"
-        " given to `register`"
+        f"Fade.attach: advantage_estimator={name!r} is not the name of this Fade object; set"
+        " advantage_estimator to the name that was given to `register`"
       )
     if not isinstance(learner.reward_manager, _TrainingRewards):
       raise ValueError(
@@ -88,7 +91,7 @@ class Fade:
       )
     if training.train_micro_batch_size not in (None, training.mini_batch_size):
       raise ValueError(
-        f"Fade.attach: train_micro_batch_size={training.train_micro_batch_size} would change the"
+        f"Fade.attach: train_micro_batch_size={training.train_micro_batch_size} would change FADE's"
         " state several times per update; set train_micro_batch_size to"
         f" {training.mini_batch_size}, the mini_batch_size"
       )
@@ -102,7 +105,7 @@ class Fade:
     return np.mean(entropies)
 
   def __call__(self, rewards: Any, num_generations: int) -> np.ndarray:
-    """Computes advantages f32[B] from rewards of 0 and 1, [B]."""
+    """Computes advantages f32[B] from rewards [B], each 0 or 1."""
     if not self._attached:
       raise ValueError("Fade: call attach(learner) before learner.train(...)")
     grouped = jnp.asarray(rewards, jnp.float32).reshape(-1, num_generations)

@@ -38,8 +38,9 @@ def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
     A function for Tunix's `register_policy_loss_fn`. It returns the metrics of Tunix's
     learner and the metrics of the loss.
   Raises:
-    ValueError: the loss needs log-probabilities that Tunix does not record; at trace time, the
-      batch is packed, has importance weights, or does not consist of complete groups.
+    ValueError: the loss needs log-probabilities that Tunix does not record. The returned function
+      raises ValueError at trace time if the batch is packed, has importance weights, or does not
+      consist of complete groups.
   """
   if loss.needs_proximal:
     raise ValueError(
@@ -128,7 +129,7 @@ def train_batch(
 
   Args:
     train_example: Tunix's training example.
-    num_generations: G.
+    num_generations: G, the number of rollouts per group.
     policy_logprobs: f32[B, T], nats, used as behavior log-probabilities if Tunix recorded none;
       None for 0.
   Returns:
@@ -141,7 +142,7 @@ def train_batch(
     if getattr(train_example, field, None) is not None:
       remedy = {
         "segment_ids": "leave max_seq_token_per_tpu unset",
-        "sampler_is_weights": "turn this correction off: the loss has its own weights",
+        "sampler_is_weights": "turn Tunix's sampler correction off: the loss has its own weights",
       }[field]
       raise ValueError(
         f"rlvr_jax.integrations.tunix: the batch has {field}, which is not supported; {remedy}"

@@ -60,10 +60,10 @@ class _EncodeOnly(nnx.Module):
 
 
 def split_head(model: Any) -> tuple[Any, Head]:
-  """Splits a model of Tunix into a copy that returns final hidden states as logits, and its head.
+  """Splits a model of Tunix into a copy that returns hidden states as logits, and the output head.
 
-  The copy shares the parameters. Supports Qwen 2 and 3, Llama 3 and Gemma 1 to 3, with tied or
-  untied embeddings.
+  The copy returns the final hidden states, and shares the model's parameters. Supports Qwen 2 and
+  3, Llama 3 and Gemma 1 to 3, with tied or untied embeddings.
 
   Raises:
     ValueError: the model is not supported, or its head has adapters.
@@ -114,11 +114,11 @@ def salt_coefficients(
   Args:
     model: a model of Tunix.
     train_example: Tunix's training example; its `advantages`, f32[B], are reweighted.
-    num_generations: G.
+    num_generations: G, the number of rollouts per group.
     pad_id, eos_id: ids of the tokenizer.
     temperature: temperature of the policy, > 0.
-    method: reweighting; `reweighting.salt()` by default. A random subspace is drawn with
-      the same key in every batch.
+    method: reweighting; `reweighting.salt()` by default. A method that draws a random subspace
+      draws it with the same key in every batch.
     gram: `geometry.streaming()`, the default, or `geometry.sketch()`.
     split_head: function that splits a model as this module's `split_head` does.
   Returns:
@@ -131,15 +131,16 @@ def salt_coefficients(
   gram = streaming() if gram is None else gram
   if not gram.needs_forward:
     raise ValueError(
-      "salt_coefficients: gram = per_rollout runs the model itself, which must be one of rlvr_jax;"
-      " use geometry.streaming() or geometry.sketch()"
+      "salt_coefficients: gram = per_rollout runs the model itself and can run only models of"
+      " rlvr_jax; use geometry.streaming() or geometry.sketch()"
     )
   batch = train_batch(train_example, num_generations)
   B, scope = batch.rewards.size, method.scope
   size = scope if isinstance(scope, int) else {"batch": B, "group": num_generations}[scope]
   if B % size:
     raise ValueError(
-      f"salt_coefficients: scope = {method.scope} does not divide the batch of {B} rollouts"
+      f"salt_coefficients: scope = {method.scope} asks for blocks of {size} rollouts, but the batch"
+      f" has {B}, which is not a multiple of {size}"
     )
   inner_products = _gram(
     *split_head(model), train_example, batch, gram, temperature=temperature, ids=(pad_id, eos_id)
