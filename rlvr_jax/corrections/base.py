@@ -70,17 +70,17 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
     return loss
   if loss.ratio_to == "sampler":
     raise ValueError(
-      "the loss already accounts for the sampler, and a correction would do so twice; choose"
-      " correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
-      " clip_cov, kl_cov) or without a ratio (reinforce without truncation); if the loss is your"
-      " own, set its field ratio_to to 'old' or 'none'"
+      "the loss already accounts for the sampler, and a correction would do so a second time; set"
+      " correction = 'none', or choose a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
+      " clip_cov, kl_cov) or a loss without a ratio (reinforce without truncation); if the loss is"
+      " your own, set its field ratio_to to 'old' or 'none'"
     )
   three = loss.ratio_to == "old" and correction.policies == 3
   if loss.ratio_to == "old" and not three and correction.weighs:
     raise ValueError(
       "with policies = 2 the ratio of the loss already corrects for the sampler, and weights would"
-      " correct for the sampler twice; set level = 'none' and only reject, set policies = 3, or"
-      " choose loss = 'reinforce'"
+      " do so a second time; give the correction no weights (level = 'none' in importance, weight ="
+      " 'none' in other corrections), set policies = 3, or choose loss = 'reinforce'"
     )
 
   def of_old_policy(batch: TrainBatch) -> TrainBatch:

@@ -90,8 +90,8 @@ def importance(
     _refuse_unread("bound = 'truncate'", dict(low=low))
   if level == "none" and not reject and not veto:
     raise ValueError(
-      "importance: level = 'none' without reject and veto changes nothing; set one of them, or"
-      " config.correction = 'none'"
+      "importance: level = 'none' without reject and veto changes nothing; set reject or veto, or"
+      " set config.correction = 'none'"
     )
 
   def weights_of(seen: Mismatch) -> tuple[Array, Array | bool, Array]:
@@ -175,13 +175,14 @@ def _check_rule(rule: Rule) -> None:
   name = rule[0] if isinstance(rule, tuple) and rule else None
   if name not in names:
     raise ValueError(
-      f"importance: reject has {rule!r}, which is no rule; write (statistic, low, high) for k1 or"
-      f" (statistic, high) for k2 and k3, with a statistic of {', '.join(names)}"
+      f"importance: reject contains {rule!r}, which is not a rule; write (statistic, low, high) if"
+      " the statistic's name ends in k1, and (statistic, high) if it ends in k2 or k3; the"
+      f" statistics are {', '.join(names)}"
     )
   of_kappa = name.endswith("k1")
   if len(rule) != (3 if of_kappa else 2):
-    form = "(statistic, low, high), the bounds of κ" if of_kappa else "(statistic, high)"
-    raise ValueError(f"importance: reject has {rule!r}, which has the wrong length; write {form}")
+    form = "(statistic, low, high), with bounds of κ" if of_kappa else "(statistic, high)"
+    raise ValueError(f"importance: the rule {rule!r} of reject has the wrong length; write {form}")
   owner = f"importance: reject {name!r}"
   if of_kappa:
     check_between(owner, "low", rule[1], low=0.0)
@@ -202,8 +203,8 @@ def _rejection(
   check_between(owner, "truncation", truncation, low=0.0, open_low=True)
   if weight == "none" and truncation != _TRUNCATION:
     raise ValueError(
-      f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave it out, or set"
-      " weight to 'token' or 'sequence'"
+      f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave out"
+      " truncation, or set weight to 'token' or 'sequence'"
     )
   return importance(level=weight, high=truncation, reject=(rule,), policies=policies)
 

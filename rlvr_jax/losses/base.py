@@ -82,8 +82,8 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """
   if batch.proximal_logprobs is None:
     raise ValueError(
-      f"{name!r} needs batch.proximal_logprobs f32[P, G, T], got None; record the policy's"
-      " log-probabilities before the first update on the batch"
+      f"{name!r} needs batch.proximal_logprobs, f32[P, G, T], but this field is None; set it to the"
+      " log-probabilities that the policy has before the first update on the batch"
     )
   return jax.lax.stop_gradient(batch.proximal_logprobs)
 
@@ -118,9 +118,9 @@ def _check_result(result: Any, tokens: Tokens) -> None:
     if losses == (P, G, T) and (clipped in ((P, G, T), (P, G, 1)) or result[1] is False):
       return
   raise ValueError(
-    f"the function of token_loss returns {describe(result)}; it must return (losses, clipped):"
-    " losses [P, G, T]; clipped [P, G, T], [P, G, 1] or False;"
-    f" here [P, G, T] = {[P, G, T]}"
+    f"the function given to token_loss returns {describe(result)}; it must return (losses,"
+    " clipped): losses has the shape [P, G, T]; clipped has the shape [P, G, T] or [P, G, 1], or is"
+    f" False; here [P, G, T] = {[P, G, T]}"
   )
 
 

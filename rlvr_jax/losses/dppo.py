@@ -94,12 +94,12 @@ def dppo(
   if symmetric and delta_low is not None:
     raise ValueError(
       f"dppo: delta_low = {delta_low} has no effect with symmetric = True, where delta_high is the"
-      " bound in either direction; leave one of them out"
+      " bound in either direction; leave out delta_low or symmetric"
     )
   if form == "ratio" and truncation not in (None, TRUNCATION):
     raise ValueError(
       f"dppo: truncation = {truncation} has no effect with form = 'ratio', whose ratio is not"
-      " truncated; leave it out, or set form = 'score'"
+      " truncated; leave out truncation, or set form = 'score'"
     )
   low, high = (DELTAS[divergence] if value is None else value for value in bounds.values())
 

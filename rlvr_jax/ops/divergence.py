@@ -51,21 +51,23 @@ class Divergence:
       check_between("divergence", "floor", self.floor)
     if (self.support == "all") != (self.top_k == 0):
       raise ValueError(
-        f"divergence: top_k = {self.top_k} with support = {self.support!r}; support 'all' needs"
-        " top_k = 0, and 'student', 'teacher' and 'union' need top_k ≥ 1"
+        f"divergence: top_k = {self.top_k} does not fit support = {self.support!r}; set top_k = 0"
+        " if support is 'all', and top_k ≥ 1 if support is 'student', 'teacher' or 'union'"
       )
     if self.rest == "score" and self.alpha != 1:
       raise ValueError(
-        f"divergence: rest = 'score' with alpha = {self.alpha}; 'score' needs alpha = 1"
+        f"divergence: rest = 'score' needs alpha = 1, but alpha = {self.alpha}; set alpha = 1 or"
+        " choose another rest"
       )
     if self.rest == "score" and self.floor is not None:
       raise ValueError(
-        f"divergence: rest = 'score' with floor = {self.floor}; 'score' needs floor = None"
+        f"divergence: rest = 'score' needs floor = None, but floor = {self.floor}; leave out floor"
+        " or choose another rest"
       )
     if self.rest != "renormalize" and self.support == "all":
       raise ValueError(
-        f"divergence: rest = {self.rest!r} with support = 'all', which leaves no rest; set support"
-        " to 'student', 'teacher' or 'union', or leave rest out"
+        f"divergence: rest = {self.rest!r} does not fit support = 'all', which leaves no rest; set"
+        " support to 'student', 'teacher' or 'union', or leave out rest"
       )
 
   def __call__(self, student_logprobs: Array, teacher_logprobs: Array) -> Array:

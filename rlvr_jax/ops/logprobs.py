@@ -32,8 +32,8 @@ def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
   temperature = sampling.temperature
   if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
     raise ValueError(
-      f"{owner}.temperature={temperature}; it must be finite and ≥ {LEAST_TEMPERATURE}, since"
-      " float32 logits divided by less lose all their digits; or 0, which decodes greedily"
+      f"{owner}.temperature={temperature}; it must be 0, which decodes greedily, or finite and"
+      f" ≥ {LEAST_TEMPERATURE}, since float32 logits divided by less lose all their digits"
     )
   if not 0 <= sampling.top_k <= vocab_size:
     raise ValueError(f"{owner}.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")

@@ -235,7 +235,7 @@ def _attend_in_window(attend: Callable, window: int | None, slides: Array) -> Ar
 
 def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, implementation="cudnn"):
   if soft_cap is not None:
-    raise ValueError(f"soft_cap={soft_cap}: cuDNN's attention has none; choose 'reference'")
+    raise ValueError(f"soft_cap={soft_cap}: cuDNN has no soft cap; choose kind = 'reference'")
   whole = slice(0, queries.shape[1])
   visible = _visible_keys(rows, whole, whole, _layer_window(window, slides))
   visible |= jnp.eye(whole.stop, dtype=bool)  # padding attends to itself

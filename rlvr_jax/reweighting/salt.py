@@ -202,8 +202,8 @@ def salt(
     blocks, size = coefficients.shape
     if size < 2:
       raise ValueError(
-        f"reweighting 'salt' with scope = {scope!r} got blocks of {size} rollout, and needs 2 or"
-        f" more; set scope to 'batch', or use larger groups"
+        f"reweighting 'salt' needs blocks of 2 or more rollouts, but scope = {scope!r} gives blocks"
+        f" of {size} rollout; set scope to 'batch', or use larger groups"
       )
     assert gram is not None, "needs_gram"
     chex.assert_shape(gram, (blocks, size, size))

@@ -185,7 +185,9 @@ def test_rows_for_cudnn_are_a_multiple_of_128():
 
 
 def test_cudnn_has_no_soft_cap():
-  with pytest.raises(ValueError, match=r"soft_cap=0\.5: cuDNN's attention has none"):
+  with pytest.raises(
+    ValueError, match=r"soft_cap=0\.5: cuDNN has no soft cap; choose kind = 'reference'"
+  ):
     row_attention(*_inputs(np.float32), scale=0.4, soft_cap=0.5, kind="cudnn")
 
 
