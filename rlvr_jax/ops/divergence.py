@@ -19,7 +19,7 @@ RESTS = ("renormalize", "tail", "drop", "score")
 class Divergence:
   """A divergence of π, the student, from τ, the teacher, on a support S of tokens.
 
-  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward KL. For α between:
+  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward KL. 0 < α < 1:
   α·KL(τ‖M) + (1−α)·KL(π‖M), where M = (1−α)·π + α·τ.
 
   Attributes:
@@ -30,7 +30,7 @@ class Divergence:
     rest: the treatment of the mass outside S. "renormalize": π and τ are conditioned on S, so that
       this mass has no gradient. "tail": the mass counts as one more token. "drop": the mass is left
       out, so that the sum is not a divergence. "score" needs α = 1 and no floor: the result is
-      Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S.
+      Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S, and sg stops gradients.
     floor: the least value at a token, below which there is no gradient; None for no floor.
   Raises:
     ValueError: a field is out of range, or contradicts other fields.

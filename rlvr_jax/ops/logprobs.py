@@ -79,11 +79,10 @@ def product_gradient(gradient: Array, logits: Array, head: Head, temperature: fl
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  Temperature, top-k, top-p and min-p act here only, for the sampler and for the check that compares
-  the trainer with it. Temperature is applied first. Then the k most probable tokens are kept; of
-  them, the smallest set whose renormalized mass reaches top_p; and of this set, the tokens with at
-  least min_p times the largest probability. Tokens tied with the least probable kept token are also
-  kept.
+  The sampler and the trainer follow the same rule. Temperature is applied first. Then the k most
+  probable tokens are kept. Of these tokens, the smallest set whose renormalized mass reaches top_p
+  is kept. Of this set, the tokens with at least min_p times the largest probability are kept.
+  Tokens tied with the least probable kept token are also kept.
 
   Args:
     logits: f32[..., V].
@@ -219,7 +218,9 @@ def token_statistics(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
-  """Computes `token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
+  """The results of `token_logprobs`, and the terms for the Gram matrix of the head's gradients.
+
+  The other arguments are those of `token_logprobs`.
 
   Args:
     projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
@@ -270,9 +271,9 @@ def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
 
 
 def default_chunk_rows(vocab_size: int) -> int:
-  """Tokens per chunk: 64 MiB of float32 logits, at least 2048 rows.
+  """Tokens per chunk: as many as have 64 MiB of float32 logits, but at least 2048.
 
-  With fewer rows, reading the kernel and adding to its gradient take longer than the products.
+  With fewer tokens, reading the kernel and adding to its gradient take longer than the products.
   """
   return max(2048, 2**24 // vocab_size)
 

@@ -40,7 +40,7 @@ def overlong_penalty(
 
 
 def overlong_filter(mask: Array, stopped: Array) -> Array:
-  """Masks responses that were cut off by the length limit.
+  """The loss mask, set to 0 in responses that were cut off by the length limit.
 
   Args:
     mask: [P, G, T], the loss mask.

@@ -37,7 +37,7 @@ def paged_sums(
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 
   Args:
-    queries: [slots, N, H], times the scale of the scores.
+    queries: [slots, N, H], already multiplied by the scale of the scores.
     pages: the pages on this device.
     lengths: i32[slots], number of tokens to read.
     cores: number of cores of the device, which share the slots. One core computes all slots if

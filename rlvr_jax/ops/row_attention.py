@@ -62,7 +62,7 @@ def row_attention(
   over tensor.
 
   Args:
-    queries: [R, L, N, H].
+    queries: [R, L, N, H]: R rows of L tokens, N heads of width H.
     keys, values: [R, L, K, H]; each head is shared by N/K heads of queries, not copied.
     rows: the sequences in the rows.
     scale: factor on the scores, usually 1/√H.
@@ -113,8 +113,8 @@ def choose_attention(
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.
-    platform: the platform of the devices that will run it: "tpu", "gpu" or "cpu".
-    row_length: L.
+    platform: the platform of the devices that will run the network: "tpu", "gpu" or "cpu".
+    row_length: the number of tokens of a row.
     head_dims: the head widths in the network's layers, each width once.
     dtype, soft_cap: compute dtype and soft cap of the network.
   Returns:

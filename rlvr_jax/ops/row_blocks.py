@@ -42,8 +42,8 @@ def round_to_blocks(length: int) -> int:
 def short_row(length: int) -> int:
   """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
-  It is a third of the row. A third with at least one of the splash kernel's blocks is rounded down
-  to whole blocks.
+  It is a third of the row. If at least one of the splash kernel's blocks fits into a third, the
+  length is rounded down to whole blocks.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -52,14 +52,15 @@ def short_row(length: int) -> int:
 def is_visible(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Whether a query sees a key of its prompt or of a rollout of it; all arguments broadcast.
+  """Whether a query sees a key of the same prompt or of its rollouts; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.
     starts, prompt_ends: i32, the query's fields in `Rows`.
     window: tokens of its own sequence that a query attends to, itself included; None: all.
   Returns:
-    bool; the caller must check that both have the same prompt, and that the key is not padding.
+    bool; the caller must check that query and key have the same prompt, and that the key is not
+    padding.
   """
   in_prompt = key < prompt_ends
   visible = (key <= query) & (in_prompt | (key >= starts))
@@ -70,7 +71,7 @@ def is_visible(
 
 
 def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
-  """The start of each token's sequence, and the length of its prompt if it is in a rollout.
+  """The start of each token's sequence, and the prompt's length if the token is in a rollout.
 
   Args:
     rows: arrays [..., L].

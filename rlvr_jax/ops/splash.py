@@ -73,7 +73,7 @@ def splash_attention(
   """softmax(q·kᵀ) v within one row, for keys that are visible by `row_blocks.is_visible`.
 
   Args:
-    queries: [N, L, H], times the scale of the scores.
+    queries: [N, L, H], already multiplied by the scale of the scores.
     keys, values: [K, L, H].
     row: arrays [L]; prompts end and rollouts start at multiples of `row_blocks.splash_alignment`.
     window, soft_cap: static; None if the layer has none.

@@ -14,10 +14,10 @@ from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-  """Rewards, groups and lengths of a full batch.
+  """Metrics of the rewards, groups and lengths of a full batch.
 
-  Rewards and solve rates are means over groups of the mean over a group's valid rollouts. Groups
-  without a valid rollout do not count.
+  Rewards and solve rates are averaged over the valid rollouts of each group, then over groups.
+  Groups without a valid rollout do not count.
   """
   valid = batch.valid > 0
   has_valid = jnp.any(valid, axis=1)
