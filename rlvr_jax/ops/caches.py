@@ -357,13 +357,13 @@ def _pages_obstacle(
 ) -> str | None:
   """A requirement of pages that is not met, with the actual value; None if pages can be used."""
   if platform != "tpu":
-    return f"a TPU (platform={platform!r})"
+    return f"a TPU (here: platform={platform!r})"
   if dtype != "bfloat16":
-    return f"compute_dtype bfloat16, to which the kernel rounds (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16, to which the kernel rounds (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim % _LANES:
-      return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
+      return f"a head_dim that is a multiple of {_LANES} (here: head_dim={head_dim})"
   if cache_format:
     scales = "since its kernel reads a float32 scale beside every 8-bit number"
-    return f"config.sampling.cache_format='', {scales} (cache_format={cache_format!r})"
+    return f"config.sampling.cache_format='', {scales} (here: cache_format={cache_format!r})"
   return None if plain else "layers without sliding window and soft cap"

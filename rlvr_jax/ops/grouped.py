@@ -80,9 +80,9 @@ def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
     raise ValueError(f"config.model.overrides.expert_products={wanted!r}; allowed: {list(KINDS)}")
   obstacle = None
   if platform != "tpu":
-    obstacle = f"a TPU (platform={platform!r})"
+    obstacle = f"a TPU (here: platform={platform!r})"
   elif dtype not in ("bfloat16", "float32"):
-    obstacle = f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+    obstacle = f"compute_dtype bfloat16 or float32 (here: compute_dtype={dtype!r})"
   if wanted == "megablox" and obstacle:
     raise ValueError(
       f"config.model.overrides.expert_products='megablox' needs {obstacle}; meet this"

@@ -175,38 +175,39 @@ def longest_row(kind: str) -> float:
 
 def _splash_obstacle(platform, row_length, head_dims, dtype):
   if platform != "tpu":
-    return f"a TPU (platform={platform!r})"
+    return f"a TPU (here: platform={platform!r})"
   if dtype not in ("bfloat16", "float32"):
-    return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16 or float32 (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim not in _SPLASH_HEADS:
-      return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+      return f"head_dim in {_SPLASH_HEADS} (here: head_dim={head_dim})"
   if max(head_dims, default=0) > 256 and (dtype != "bfloat16" or row_length > _LONGEST_WIDE):
     return (
       f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, for a head_dim above 256"
-      f" (head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
+      f" (here: head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
     )
   if row_length % TILE or row_length > LONGEST_ROW:
     return (
-      f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length}: lower"
-      " config.max_response_length, config.max_prompt_length or config.batch.tokens_per_row)"
+      f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (here: row length {row_length};"
+      " lower config.max_response_length, config.max_prompt_length or"
+      " config.batch.tokens_per_row)"
     )
   return None
 
 
 def _cudnn_obstacle(platform, row_length, head_dims, dtype, soft_cap):
   if platform != "gpu":
-    return f"an NVIDIA GPU (platform={platform!r})"
+    return f"an NVIDIA GPU (here: platform={platform!r})"
   if dtype != "bfloat16":
-    return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16 (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim % 8 or head_dim > 128:
       # On newer GPUs jax allows 256 as well.
-      return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
+      return f"a head_dim that is a multiple of 8, at most 128 (here: head_dim={head_dim})"
   if soft_cap is not None:
-    return f"scores without a soft cap (attention_soft_cap={soft_cap})"
+    return f"scores without a soft cap (here: attention_soft_cap={soft_cap})"
   if row_length > _LONGEST_MASK:
-    return f"rows of at most {_LONGEST_MASK} tokens (row length {row_length})"
+    return f"rows of at most {_LONGEST_MASK} tokens (here: row length {row_length})"
   return None
 
 

@@ -277,7 +277,7 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
   "changed, named",
   [
     (dict(head_dims=(64, 640)), "head_dim=640"),
-    (dict(head_dims=(256, 512), dtype="float32"), "(head_dim=512, compute_dtype='float32'"),
+    (dict(head_dims=(256, 512), dtype="float32"), "(here: head_dim=512, compute_dtype='float32'"),
     (dict(head_dims=(256, 512), row_length=2**15 + 1024), "row length 33792)"),
     (dict(dtype="float64"), "compute_dtype='float64'"),
     (dict(row_length=9000), "row length 9000"),
