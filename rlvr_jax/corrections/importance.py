@@ -58,10 +58,10 @@ def importance(
       tokens at level "token", over responses at the other levels.
     reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all
       rules. A statistic's name has two parts, as in "mean_k1". The second part says what is
-      computed for each token: k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ. The first part says
-      what is compared: "token" for each token's value; "sum", "mean" or "max" for a response's. A
-      rule for k1 states bounds of κ: exp(−statistic) must lie between low and high. A rule for k2
-      or k3 states an upper bound of the statistic.
+      computed for each token: k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ. The first part is
+      "token" for each token's own value; or "sum", "mean" or "max" for the sum, mean or largest of
+      a response's values. A rule for k1 states bounds of κ: exp(−statistic) must lie between low
+      and high. A rule for k2 or k3 states an upper bound of the statistic.
     veto: a response that has a token with κ < veto is dropped; 0 drops no response.
     policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss keeps
       the ratio π/β; then a loss with a ratio allows rejection but no weights. A loss without a

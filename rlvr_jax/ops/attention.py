@@ -1,6 +1,6 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-The sampling engine uses it to encode prompts, and updates use it for batches that are not packed.
+The sampling engine encodes prompts with it, and updates use it for batches that are not packed.
 Only positions determine the mask: padding has negative positions.
 """
 

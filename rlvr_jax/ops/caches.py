@@ -8,8 +8,8 @@ fixed at compile time, so that no layer needs a loop over blocks. `Pages` is for
 reads only the blocks that each slot has filled.
 
 A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded as
-soon as they are computed, even while their token is only staged. So later tokens read the same
-values wherever bursts end.
+soon as they are computed, even while their token is only staged. So the values that later tokens
+read do not depend on where bursts end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
 
   Attributes:
-    prompt: blocks for the prompt without its last token, which is the first token to be decoded.
+    prompt: blocks for all tokens of the prompt but the last, which the first decoding step reads.
     response: blocks for the response without the tokens of its last burst.
     steps: decoding steps of one burst; divides the size of the response's blocks.
   """

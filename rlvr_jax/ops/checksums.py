@@ -1,4 +1,4 @@
-"""Checksums of arrays on devices, which do not depend on how the arrays are sharded."""
+"""Checksums of arrays on devices; how an array is sharded does not change its checksum."""
 
 from __future__ import annotations
 

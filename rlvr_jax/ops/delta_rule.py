@@ -1,7 +1,8 @@
 """The gated delta rule: a linear recurrence that takes the place of attention.
 
 A head has a state S [d_k, d_v], at first 0. Every token has a query q and a key k [d_k], a value
-v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]. It changes S and has the output o [d_v]:
+v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]. The token changes S, and its output is o,
+[d_v]:
 
     S ← e^g·S;  S ← S + k ⊗ β·(v − Sᵀk);  o = Sᵀq
 

@@ -102,7 +102,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
 
   Args:
     choices: i32[N, k], the distinct groups that each token has chosen; `num_groups` for no group.
-    num_groups: E.
+    num_groups: E, the number of groups.
     kind: the result of `choose_products`.
   """
   chex.assert_rank(choices, 2)

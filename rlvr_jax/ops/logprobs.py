@@ -28,7 +28,10 @@ PROBABILITY_BINS = {
 
 
 def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError if the settings define no distribution; `owner` is their section's name."""
+  """Raises ValueError if the settings define no distribution.
+
+  The message begins with `owner`, the name of the section that holds the settings.
+  """
   temperature = sampling.temperature
   if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
     raise ValueError(
@@ -143,7 +146,7 @@ def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
 
 
 class TeacherHead(NamedTuple):
-  """A teacher's inputs for the same tokens, and the divergence to compute."""
+  """A teacher's hidden states and head for the student's tokens, and the divergence to compute."""
 
   hidden: Array  # [P, ..., D'], constant for differentiation
   head: Head  # kernel [D', V]
@@ -183,9 +186,9 @@ def token_logprobs(
 ) -> tuple[Array, Array]:
   """The log-probability of each token and the entropy of its sampling distribution.
 
-  Works through the tokens in chunks and recomputes their logits in a custom backward pass, so that
-  no [B, T, V] array exists in either direction. The set of tokens that top-k, top-p and min-p keep
-  is constant for differentiation.
+  Tokens are processed in chunks, and a custom backward pass computes their logits again. So no
+  array [B, T, V] exists in the forward or backward pass. The set of tokens that top-k, top-p and
+  min-p keep is constant for differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
   of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
@@ -253,7 +256,7 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """The scope name of the loop over wanted tokens, for a device that holds `places` tokens."""
+  """The `jax.named_scope` of the loop over wanted tokens, on a device with `places` tokens."""
   return f"wanted_of_{places}"
 
 

@@ -18,9 +18,9 @@ def splash_alignment(length: int) -> int:
   """The alignment of prompts' ends and rollouts' starts in rows for the splash kernel, in tokens.
 
   The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end. In
-  rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a) bits. So the alignment is 8
-  tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to 16,384, 128 up
-  to 32,768, 256 up to 65,536 and 1024 up to 131,072.
+  rows of at most 2^b tokens, aligned to 2^a, these three numbers take b + 2(b − a) bits. So the
+  alignment is 8 tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to
+  16,384, 128 up to 32,768, 256 up to 65,536 and 1024 up to 131,072.
 
   Args:
     length: the length of the row, tokens, at most `LONGEST_ROW`.
@@ -32,8 +32,8 @@ def splash_alignment(length: int) -> int:
 def round_to_blocks(length: int) -> int:
   """Rounds `length` up to a multiple of the splash kernel's blocks.
 
-  Blocks have 384 or 512 tokens. In rows above 32,768 tokens they have 1024, since the backward
-  pass writes a gradient of the queries for each block of keys.
+  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens blocks have 1024, since the
+  backward pass writes a gradient of the queries for each block of keys.
   """
   blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
   return min(-(-length // block) * block for block in blocks)

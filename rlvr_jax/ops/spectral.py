@@ -35,7 +35,7 @@ def is_usable(gram: Array) -> Array:
 
 
 def normalized_gram(gram: Array) -> Array:
-  """The symmetrized Gram matrix, scaled to a mean diagonal of 1; the identity if not usable."""
+  """The symmetrized Gram matrix, scaled to a mean diagonal of 1; the identity if it is unusable."""
   chex.assert_rank(gram, 2)
   gram = upcast(gram)
   # Divide by the trace first: a small trace over B may be a denormal number.

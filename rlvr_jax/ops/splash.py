@@ -6,8 +6,8 @@ any release; tested with jax 0.7.2 and 0.10.2.
 The kernel compares segment ids for equality only, which would hide a prompt from its rollouts. So a
 segment is a prompt with all its rollouts, and a mask admits only the query's own rollout and its
 prompt. The kernel computes this mask from the query's `q_sequence`: the query's index, its
-rollout's start and its prompt's end, packed into 32 bits. The blocks to run are chosen at run time:
-the tables that the kernel prefetches are traced arrays.
+rollout's start and its prompt's end, packed into 32 bits. The blocks to compute are chosen at run
+time: the tables that the kernel prefetches are traced arrays.
 """
 
 from __future__ import annotations

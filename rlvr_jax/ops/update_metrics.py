@@ -59,7 +59,7 @@ def policy_metrics(
   coefficients: Array,
   sources: tuple[str, ...],
 ) -> Metrics:
-  """The policy's distance from the behavior policy in one micro-batch, and its entropy.
+  """Metrics of one micro-batch: the policy's entropy and distance from the behavior policy.
 
   Args:
     logprobs, entropy: f32[P, G, T], the policy's log-probabilities and entropies.
