@@ -64,7 +64,8 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
   aggregation.
 
   Raises:
-    ValueError: the loss already corrects for the sampler.
+    ValueError: the loss already corrects for the sampler; or, with two policies, the ratio of the
+      loss does so, and the correction has weights.
   """
   apply = correction.apply
   if apply is None:
