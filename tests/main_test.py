@@ -53,7 +53,10 @@ MISTAKES = [
   (dict(grading__timeout_s=float("inf")), r"config\.grading: timeout_s = inf"),
   (dict(entropy_bonus=float("inf")), r"entropy_bonus = inf"),
   (dict(policy_temperature=1e-38), r"policy_temperature = 1e-38 is not a number in \[0\.001"),
-  (dict(sampling__temperature=float("inf")), r"temperature=inf; it must be 0, .*, or finite"),
+  (
+    dict(sampling__temperature=float("inf")),
+    r"temperature=inf; it must be 0, which decodes greedily, or finite",
+  ),
   (dict(model__overrides={"num_layers": 0}), r"num_layers=0 must be a whole number of at least 1"),
   (dict(model__overrides={"compute_dtype": "float64"}), r"float64 needs jax_enable_x64"),
   (dict(schedule="updates_per_refresh(epochs=0)"), r"refresh: epochs = 0 .* set epochs to 1"),
