@@ -127,7 +127,7 @@ MISTAKES = [
   (dict(reweighting="salt(alpha_min=2.0)"),
    r"alpha_min = 2\.0 is above alpha_max = 1\.0; lower alpha_min or raise alpha_max"),
   (dict(reweighting="salt(scope='group')", batch__group_size=1, advantage="reinforce"),
-   r"blocks of 1 rollout, .* set scope to 'batch'"),
+   r"scope = 'group' gives blocks of 1 rollout; set scope to 'batch'"),
   (dict(reweighting="salt(scope=5)"),
    r"scope = 5 rollouts does not divide the 32 rollouts of a batch .* choose one of \[2, 4, 8, 16, "
    r"32\]"),
