@@ -56,7 +56,7 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """The loss in which a correction weights the tokens or drops them.
+  """`loss`, whose tokens `correction` weights or drops.
 
   With three policies, a loss with PPO's ratio gets the ratio π/π_prox, and κ = π_prox/β. With two
   policies, a loss with PPO's ratio keeps the ratio π/β, and κ = π/β. A loss without a ratio always
@@ -81,7 +81,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
   if loss.ratio_to == "old" and not three and correction.weighs:
     raise ValueError(
       "with policies = 2 the ratio of the loss already corrects for the sampler, and weights would"
-      " do so a second time; give the correction no weights (level = 'none' in importance, weight ="
+      " do so a second time; let the correction only reject (level = 'none' in importance, weight ="
       " 'none' in other corrections), set policies = 3, or choose loss = 'reinforce'"
     )
 

@@ -214,7 +214,7 @@ def tis(*, level: str = "token", high: float = 2.0) -> Correction:
   """Truncated importance sampling: multiplies the loss by min(κ, high).
 
   Args:
-    level: "token", "sequence" or "geometric"; see `importance`, also for κ.
+    level: "token", "sequence" or "geometric"; `importance` explains the levels and κ.
     high: above 0.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al.
     2025).
@@ -227,7 +227,7 @@ def mis(*, level: str = "sequence", low: float = 0.0, high: float = 3.0) -> Corr
   """Masked importance sampling: multiplies the loss by κ where low ≤ κ ≤ high, else by 0.
 
   Args:
-    level: "token", "sequence" or "geometric"; see `importance`, also for κ.
+    level: "token", "sequence" or "geometric"; `importance` explains the levels and κ.
     low, high: bounds of κ, 0 ≤ low < high; the defaults are TRL's.
   Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch" (Liu et al. 2025).

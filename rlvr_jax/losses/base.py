@@ -1,7 +1,7 @@
 """The interface of policy losses, with shared helpers and metrics.
 
 π is the policy that is trained, β the policy that sampled the tokens, and A the coefficient. The
-ratio is ρ = π/β. Arrays [P, G, T] have P prompts with G rollouts each, padded to T tokens.
+ratio is ρ = π/β. Arrays [P, G, T] are for P prompts with G responses each, padded to T tokens.
 """
 
 from __future__ import annotations

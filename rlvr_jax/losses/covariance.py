@@ -65,9 +65,9 @@ def clip_cov(
   """`ppo_clip`, except that the loss is 0 at randomly drawn tokens with a large covariance.
 
   The covariance of a token is c = (A − mean A)·(log π − mean log π), with means over the batch's
-  loss tokens. A token is eligible if its ratio is not clipped and low < c < high. If the batch has
-  n loss tokens, max(1, ⌊share·n⌋) eligible tokens are drawn, or all eligible tokens if there are
-  fewer.
+  loss tokens. A loss token is eligible if its ratio is not clipped and low < c < high. If the batch
+  has n loss tokens, max(1, ⌊share·n⌋) eligible tokens are drawn, or all eligible tokens if there
+  are fewer.
 
   Args:
     share: in (0, 1], the drawn share of the loss tokens.

@@ -18,7 +18,7 @@ def clipped_surrogate(
   high: Array | float,
   negative_high: float = jnp.inf,
 ) -> tuple[Array, Array]:
-  """max(−Aρ, −A·clip(ρ, low, high)): ρ is at most `high` where A > 0, at least `low` where A < 0.
+  """max(−Aρ, −A·clip(ρ, low, high)): bounds ρ above by `high` if A > 0, below by `low` if A < 0.
 
   Args:
     log_ratios: f32[P, G, T], log ρ, nats.
