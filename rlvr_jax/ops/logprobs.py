@@ -82,10 +82,10 @@ def product_gradient(gradient: Array, logits: Array, head: Head, temperature: fl
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  The sampler and the trainer follow the same rule. Temperature is applied first. Then the k most
-  probable tokens are kept. Of these tokens, the smallest set whose renormalized mass reaches top_p
-  is kept. Of this set, the tokens with at least min_p times the largest probability are kept.
-  Tokens tied with the least probable kept token are also kept.
+  Temperature is applied first. Then the k most probable tokens are kept. Of these tokens, the
+  smallest set whose renormalized mass reaches top_p is kept. Of this set, the tokens with at least
+  min_p times the largest probability are kept. Tokens tied with the least probable kept token are
+  also kept. `token_logprobs` and the sampler's `ops.draw` follow the same rules.
 
   Args:
     logits: f32[..., V].
@@ -256,7 +256,11 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """The `jax.named_scope` of the loop over wanted tokens, on a device with `places` tokens."""
+  """The name, for `jax.named_scope`, of the loop over a device's wanted tokens.
+
+  Args:
+    places: number of tokens on the device, wanted or not.
+  """
   return f"wanted_of_{places}"
 
 

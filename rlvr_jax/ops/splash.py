@@ -189,9 +189,10 @@ def splash_cost(
 ) -> SplashCost:
   """The FLOPs and bytes of the kernels for these rows, counted over the steps of their grids.
 
-  A block is fetched if its index differs from the previous step's, and written once per visit.
-  Two operations around the kernels count, since they move as much as an operand: the conversion of
-  the normalizers' layout, and the sum of the partial gradients of the queries.
+  A block of an input is fetched if its index differs from the previous step's. A block of an output
+  is written once for each run of consecutive steps that use it. Two operations around the kernels
+  count, since they move as much as an operand: the conversion of the normalizers' layout, and the
+  sum of the partial gradients of the queries.
 
   Args:
     rows: arrays i32[R, L].
