@@ -182,7 +182,7 @@ def test_a_correction_composes_with_a_loss_or_is_refused(name, correction):
   """With an exact sampler and one version every correction changes nothing."""
   loss, made = _default(name), getattr(corrections, correction)()
   if loss.ratio_to == "sampler":
-    with pytest.raises(ValueError, match="would do so twice"):
+    with pytest.raises(ValueError, match="would do so a second time"):
       corrections.corrected(loss, made)
     return
   case = _on_policy()

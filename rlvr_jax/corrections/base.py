@@ -22,7 +22,7 @@ LOG_BOUND = 20.0
 class Mismatch(NamedTuple):
   """The inputs of a correction, without gradients and in at least float32."""
 
-  log_weights: Array  # f32[P, G, T], log κ, nats, within ±LOG_BOUND; 0 where masked
+  log_weights: Array  # f32[P, G, T], log κ (see `Correction`), nats, within ±20; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
   coefficients: Array  # f32[P, G, 1] or f32[P, G, T]
   mask: Array  # [P, G, T]
@@ -37,8 +37,8 @@ class Correction(NamedTuple):
   Attributes:
     apply: (mismatch, statistics) → (weights, kept, capped), each [P, G, T] or [P, G, 1]. `weights`
       are factors of a token's loss. `kept` says whether the token stays in the loss; the constant
-      True keeps all tokens. `capped` says whether a bound has changed the weight. None: no
-      correction.
+      True keeps all tokens. `capped` says whether a bound has changed the weight. `apply` is None
+      if nothing is corrected.
     statistics: mismatch of the *full* batch → the `statistics` argument of `apply`; None if `apply`
       needs none.
     weighs: whether weights may differ from 1. A loss whose ratio already has β in the denominator
@@ -56,31 +56,33 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """The loss with a correction, which weights its tokens or drops them.
+  """`loss`, whose tokens `correction` weights or drops.
 
   With three policies, a loss with PPO's ratio gets the ratio π/π_prox, and κ = π_prox/β. With two
-  policies, such a loss keeps its ratio, and κ = π/β. A loss without a ratio always gets κ = π/β.
-  A dropped token has the loss 0 and stays in the denominators.
+  policies, a loss with PPO's ratio keeps the ratio π/β, and κ = π/β. A loss without a ratio always
+  gets κ = π/β. A dropped token has the loss 0, but still counts in the denominator of the
+  aggregation.
 
   Raises:
-    ValueError: the loss already corrects for the sampler.
+    ValueError: the loss already corrects for the sampler; or, with two policies, the ratio of the
+      loss does so, and the correction has weights.
   """
   apply = correction.apply
   if apply is None:
     return loss
   if loss.ratio_to == "sampler":
     raise ValueError(
-      "the loss already accounts for the sampler, and a correction would do so twice; choose"
-      " correction = 'none', or a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
-      " clip_cov, kl_cov) or without a ratio (reinforce without truncation); if the loss is your"
-      " own, set its field ratio_to to 'old' or 'none'"
+      "the loss already accounts for the sampler, and a correction would do so a second time; set"
+      " correction = 'none', or choose a loss with PPO's ratio (ppo_clip, cispo, gspo, gmpo, sapo,"
+      " clip_cov, kl_cov) or a loss without a ratio (reinforce without truncation); if the loss is"
+      " your own, set its field ratio_to to 'old' or 'none'"
     )
   three = loss.ratio_to == "old" and correction.policies == 3
   if loss.ratio_to == "old" and not three and correction.weighs:
     raise ValueError(
       "with policies = 2 the ratio of the loss already corrects for the sampler, and weights would"
-      " correct for the sampler twice; set level = 'none' and only reject, set policies = 3, or"
-      " choose loss = 'reinforce'"
+      " do so a second time; let the correction only reject (level = 'none' in importance, weight ="
+      " 'none' in other corrections), set policies = 3, or choose loss = 'reinforce'"
     )
 
   def of_old_policy(batch: TrainBatch) -> TrainBatch:

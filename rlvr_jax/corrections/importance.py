@@ -46,9 +46,9 @@ def importance(
 ) -> Correction:
   """Multiplies the loss of a token by its weight w, or by 0 if a rule rejects the token.
 
-  u is log κ of a token (level "token"), or the sum ("sequence") or mean ("geometric") of log κ over
-  the response. The weight w is min(eᵘ, high) for "truncate", clip(eᵘ, low, high) for "clip", and
-  eᵘ·1[low ≤ eᵘ ≤ high] for "mask".
+  κ is π_prox/β or π/β, see `policies`. u is log κ of a token (level "token"), or the sum
+  ("sequence") or mean ("geometric") of log κ over the response. The weight w is min(eᵘ, high) for
+  the bound "truncate", clip(eᵘ, low, high) for "clip", and eᵘ·1[low ≤ eᵘ ≤ high] for "mask".
 
   Args:
     level: one of `LEVELS`; "none" sets all weights to 1.
@@ -57,13 +57,14 @@ def importance(
     batch_normalize: whether weights are divided by their mean over the batch: the mean over loss
       tokens at level "token", over responses at the other levels.
     reject: rules (statistic, low, high) or (statistic, high); a token is kept if it passes all
-      rules. A statistic is one of k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ, as "token_k1"
-      of each token, or as "sum_…", "mean_…", "max_…" over the response. A rule for k1 states bounds
-      of κ: exp(−statistic) must lie between low and high. A rule for k2 or k3 states an upper bound
-      of the statistic.
+      rules. A statistic's name has two parts, as in "mean_k1". The second part says what is
+      computed for each token: k1 = −log κ, k2 = (log κ)²/2, k3 = κ − 1 − log κ. The first part is
+      "token" for each token's own value; or "sum", "mean" or "max" for the sum, mean or largest of
+      a response's values. A rule for k1 states bounds of κ: exp(−statistic) must lie between low
+      and high. A rule for k2 or k3 states an upper bound of the statistic.
     veto: a response that has a token with κ < veto is dropped; 0 drops no response.
     policies: 3: κ = π_prox/β, and the ratio of the loss is π/π_prox. 2: κ = π/β, and the loss keeps
-      its ratio; with policies = 2, a loss with a ratio allows only rejection. A loss without a
+      the ratio π/β; then a loss with a ratio allows rejection but no weights. A loss without a
       ratio always uses two policies.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025)
     for truncation; IcePop in "Every Step Evolves" (arXiv:2510.18855); verl 0.9.1
@@ -90,8 +91,8 @@ def importance(
     _refuse_unread("bound = 'truncate'", dict(low=low))
   if level == "none" and not reject and not veto:
     raise ValueError(
-      "importance: level = 'none' without reject and veto changes nothing; set one of them, or"
-      " config.correction = 'none'"
+      "importance: level = 'none' without reject and veto changes nothing; set reject or veto, or"
+      " set config.correction = 'none'"
     )
 
   def weights_of(seen: Mismatch) -> tuple[Array, Array | bool, Array]:
@@ -175,13 +176,14 @@ def _check_rule(rule: Rule) -> None:
   name = rule[0] if isinstance(rule, tuple) and rule else None
   if name not in names:
     raise ValueError(
-      f"importance: reject has {rule!r}, which is no rule; write (statistic, low, high) for k1 or"
-      f" (statistic, high) for k2 and k3, with a statistic of {', '.join(names)}"
+      f"importance: reject contains {rule!r}, which is not a rule; write (statistic, low, high) if"
+      " the statistic's name ends in k1, and (statistic, high) if it ends in k2 or k3; the"
+      f" statistics are {', '.join(names)}"
     )
   of_kappa = name.endswith("k1")
   if len(rule) != (3 if of_kappa else 2):
-    form = "(statistic, low, high), the bounds of κ" if of_kappa else "(statistic, high)"
-    raise ValueError(f"importance: reject has {rule!r}, which has the wrong length; write {form}")
+    form = "(statistic, low, high), with bounds of κ" if of_kappa else "(statistic, high)"
+    raise ValueError(f"importance: the rule {rule!r} of reject has the wrong length; write {form}")
   owner = f"importance: reject {name!r}"
   if of_kappa:
     check_between(owner, "low", rule[1], low=0.0)
@@ -202,8 +204,8 @@ def _rejection(
   check_between(owner, "truncation", truncation, low=0.0, open_low=True)
   if weight == "none" and truncation != _TRUNCATION:
     raise ValueError(
-      f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave it out, or set"
-      " weight to 'token' or 'sequence'"
+      f"{owner}: truncation = {truncation} has no effect with weight = 'none'; leave out"
+      " truncation, or set weight to 'token' or 'sequence'"
     )
   return importance(level=weight, high=truncation, reject=(rule,), policies=policies)
 
@@ -212,7 +214,7 @@ def tis(*, level: str = "token", high: float = 2.0) -> Correction:
   """Truncated importance sampling: multiplies the loss by min(κ, high).
 
   Args:
-    level: "token", "sequence" or "geometric".
+    level: "token", "sequence" or "geometric"; `importance` explains the levels and κ.
     high: above 0.
   Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al.
     2025).
@@ -225,7 +227,7 @@ def mis(*, level: str = "sequence", low: float = 0.0, high: float = 3.0) -> Corr
   """Masked importance sampling: multiplies the loss by κ where low ≤ κ ≤ high, else by 0.
 
   Args:
-    level: "token", "sequence" or "geometric".
+    level: "token", "sequence" or "geometric"; `importance` explains the levels and κ.
     low, high: bounds of κ, 0 ≤ low < high; the defaults are TRL's.
   Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch" (Liu et al. 2025).
@@ -238,7 +240,7 @@ def icepop(*, low: float = 0.5, high: float = 5.0) -> Correction:
   """IcePop: multiplies a token's loss by κ where low ≤ κ ≤ high, else by 0.
 
   Args:
-    low, high: bounds of κ, 0 ≤ low < high.
+    low, high: bounds of κ, 0 ≤ low < high; for κ see `importance`.
   Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
     (arXiv:2510.18855).
   """
@@ -251,7 +253,7 @@ def sequence_rejection(
   """Drops responses with Π κ outside [low, high]; kept responses get a truncated weight.
 
   Args:
-    low, high: bounds of Π κ, 0 ≤ low < high.
+    low, high: bounds of Π κ, 0 ≤ low < high; for κ see `importance`.
     weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
   Source: verl 0.9.1, `decoupled_seq_is_rs`.
@@ -271,8 +273,8 @@ def geometric_rejection(
   """Drops responses whose geometric mean of κ lies outside [low, high].
 
   Args:
-    low, high: bounds of exp(mean log κ), 0 ≤ low < high; verl's bounds, 0.999 and 1.001,
-      apply to 1/κ.
+    low, high: bounds of exp(mean log κ), 0 ≤ low < high; for κ see `importance`. verl's bounds,
+      0.999 and 1.001, apply to 1/κ.
     weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.
@@ -291,7 +293,7 @@ def k3_rejection(
   """Drops responses in which the mean of k3 = κ − 1 − log κ is above `high` nats per token.
 
   Args:
-    high: above 0.
+    high: above 0; for κ see `importance`.
     weight: the level of the weight min(κ, truncation): "token" or "sequence"; "none": no weight.
     truncation: above 0.
     policies: 3 or 2, see `importance`.

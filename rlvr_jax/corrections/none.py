@@ -6,5 +6,5 @@ from rlvr_jax.corrections.base import Correction
 
 
 def none() -> Correction:
-  """Makes no correction: the loss is unchanged."""
+  """A correction that leaves the loss unchanged."""
   return Correction(apply=None, weighs=False)

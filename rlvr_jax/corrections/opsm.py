@@ -11,7 +11,7 @@ from rlvr_jax.types import Array
 
 
 def opsm(*, delta: float = 0.5) -> Correction:
-  """Keeps a response where A ≥ 0, or where mean_t(log β − log π) ≤ δ.
+  """Keeps a response if A ≥ 0 or mean_t(log β − log π) ≤ δ; drops it otherwise.
 
   Args:
     delta: δ > 0, nats per token. **open**: no published value; TRL suggests 0.5, slime has 1e−4.

@@ -21,8 +21,8 @@ def tv_mask(*, delta: float = 0.2, cap: float = 2.0, ratio: str = "sampler") -> 
   Args:
     delta: δ > 0. **open**: no source gives a value.
     cap: above 0.
-    ratio: the ratio to compare. "sampler" is κ = π_prox/β, as in published code; κ does not show
-      how far π itself has moved. "policy" is ρ = π/β. **open**.
+    ratio: the ratio that decides which tokens are dropped. "sampler" is κ = π_prox/β, as in
+      published code; κ does not show how far π itself has moved. "policy" is ρ = π/β. **open**.
   Source: VACO (arXiv:2603.01365), as implemented in open-instruct's `grpo_utils.py`.
   """
   check_between("tv_mask", "delta", delta, low=0.0, open_low=True)

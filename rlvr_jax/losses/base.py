@@ -1,4 +1,8 @@
-"""The interface of policy losses, with shared helpers and metrics."""
+"""The interface of policy losses, with shared helpers and metrics.
+
+π is the policy that is trained, β the policy that sampled the tokens, and A the coefficient. The
+ratio is ρ = π/β. Arrays [P, G, T] are for P prompts with G responses each, padded to T tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class Loss(NamedTuple):
     per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) → (losses
       f32[P, G, T], metrics). `batch` may be one micro-batch of the full batch. Losses of masked
       tokens are finite but arbitrary; the aggregation drops them. Coefficients are f32[P, G, T] if
-      the advantage has one for each token, see `Advantage.per_token`.
+      the advantage gives each token its own coefficient, see `Advantage.per_token`.
     statistics: (policy_logprobs, batch, coefficients) of the *full* batch → the `statistics`
       argument of `per_token`, constant for differentiation; None if the loss needs no statistics.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
@@ -45,7 +49,7 @@ class Loss(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """The inputs of a loss in at least float32; masked entries are 0."""
+  """The inputs of a loss: a mask, and three arrays in at least float32."""
 
   policy_logprobs: Array  # f32[P, G, T], nats; 0 where masked
   log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
@@ -58,7 +62,7 @@ class Tokens(NamedTuple):
 
 
 def prepare_tokens(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
-  """Checks shapes, casts to at least float32, and sets masked entries to 0."""
+  """The `Tokens` of a batch. Checks the shapes of log-probabilities and coefficients."""
   chex.assert_rank([policy_logprobs, coefficients], [3, {2, 3}])
   chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
   return Tokens(
@@ -73,7 +77,8 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """The log-probabilities log π_prox, f32[P, G, T], nats, as a constant.
 
   π_prox is the policy just before the first update on the batch. With `config.proximal_every` = n
-  above 0, it is taken again before a later update on the batch, once n updates have passed.
+  above 0, a newer policy becomes π_prox before a later update on the batch, once n updates have
+  passed since π_prox was last set.
 
   Args:
     name: the name of the loss or correction that needs these log-probabilities.
@@ -82,8 +87,8 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """
   if batch.proximal_logprobs is None:
     raise ValueError(
-      f"{name!r} needs batch.proximal_logprobs f32[P, G, T], got None; record the policy's"
-      " log-probabilities before the first update on the batch"
+      f"{name!r} needs batch.proximal_logprobs, f32[P, G, T], but this field is None; set it to the"
+      " log-probabilities that the policy has before the first update on the batch"
     )
   return jax.lax.stop_gradient(batch.proximal_logprobs)
 
@@ -118,14 +123,16 @@ def _check_result(result: Any, tokens: Tokens) -> None:
     if losses == (P, G, T) and (clipped in ((P, G, T), (P, G, 1)) or result[1] is False):
       return
   raise ValueError(
-    f"the function of token_loss returns {describe(result)}; it must return (losses, clipped):"
-    " losses [P, G, T]; clipped [P, G, T], [P, G, 1] or False;"
-    f" here [P, G, T] = {[P, G, T]}"
+    f"the function given to token_loss returns {describe(result)}; it must return (losses,"
+    " clipped): losses has the shape [P, G, T]; clipped has the shape [P, G, T] or [P, G, 1], or is"
+    f" False; here [P, G, T] = {[P, G, T]}"
   )
 
 
 def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
-  """Metrics: the share of loss tokens with a clipped or capped ratio, overall and by the sign of A.
+  """Metrics: the share of loss tokens with a clipped or capped ratio.
+
+  The share is computed for all loss tokens, for those with A > 0, and for those with A < 0.
 
   Args:
     clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect; False if there is no bound.
@@ -134,7 +141,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Metrics: the share of marked tokens among all loss tokens, and among those with A > 0 or A < 0.
+  """Metrics: the share of marked tokens among all loss tokens, and among those of each sign of A.
 
   The metric over all loss tokens also stores each token's mark, for diagnostics (`types.Mean`).
 
@@ -165,7 +172,7 @@ def exp_or_constant(x: Array) -> Array:
 
 
 def score_function(weights: Array | float, tokens: Tokens) -> Array:
-  """The loss −sg(w)·A·log π, f32[P, G, T], whose gradient is −w·A·∇log π."""
+  """The loss −sg(w)·A·log π, f32[P, G, T], whose gradient is −w·A·∇log π; sg stops gradients."""
   return -jax.lax.stop_gradient(weights) * tokens.coefficients * tokens.policy_logprobs
 
 
@@ -173,9 +180,9 @@ def follow(values: Array, terms: Array) -> Array:
   """sg(v) + x − sg(x): an array with the value v at every token and the gradient of the terms x.
 
   sg stops gradients. Let x be the log-ratios of a response's n tokens, and v their mean. Then
-  the exponential of the result is the response's ratio at every token, as in GSPO-token. Summed
-  over these tokens, it has n times the ratio's value and n times its gradient. Dropping a token
-  from the loss drops exactly this token's gradient.
+  the exponential of the result is the response's ratio at every token, as in GSPO-token. The sum
+  of this exponential over the n tokens has n times the ratio's value and n times the ratio's
+  gradient. Dropping a token from the loss drops exactly this token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

@@ -10,10 +10,10 @@ from rlvr_jax.types import Array
 
 
 def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
-  """ℓ = −sg(clip(ρ, 1−ε_low, 1+ε_high))·A·log π.
+  """ℓ = −sg(clip(ρ, 1−ε_low, 1+ε_high))·A·log π with ρ = π/β; sg stops gradients.
 
   Args:
-    epsilon_low: in [0, 1]; 1 does not clip small ratios, as in the paper.
+    epsilon_low: in [0, 1]; with 1, as in the paper, small ratios are not clipped.
     epsilon_high: ≥ 0.
   Source: "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
     (arXiv:2506.13585). **open**: the paper tunes ε_high and does not give it; the defaults are

@@ -39,8 +39,8 @@ def largest(scores: Array, eligible: Array, count: Array) -> Array:
 def chances_of(batch: TrainBatch, seed: int) -> Array:
   """A uniform random number for each loss token, f32[P, G, T]; arbitrary at other tokens.
 
-  The batch's loss tokens and their order determine the numbers. So a rerun draws the same numbers,
-  and padding and an environment's tokens do not change them.
+  The seed, the batch's loss tokens and their order determine the numbers. So a rerun draws the same
+  numbers. Padding and the tokens of an environment do not change the numbers.
   """
   is_kept = batch.mask > 0
   ranks = (jnp.cumsum(is_kept) - is_kept.reshape(-1)).reshape(is_kept.shape)  # loss tokens before
@@ -62,11 +62,12 @@ def clip_cov(
   epsilon_high: float = 0.2,
   seed: int = 0,
 ) -> Loss:
-  """`ppo_clip`, with the loss 0 for a random share of the tokens with a large covariance.
+  """`ppo_clip`, except that the loss is 0 at randomly drawn tokens with a large covariance.
 
-  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The tokens that
-  are not clipped and have low < c < high are eligible. Of n loss tokens, max(1, ⌊share·n⌋) eligible
-  tokens are drawn.
+  The covariance of a token is c = (A − mean A)·(log π − mean log π), with means over the batch's
+  loss tokens. A loss token is eligible if its ratio is not clipped and low < c < high. If the batch
+  has n loss tokens, max(1, ⌊share·n⌋) eligible tokens are drawn, or all eligible tokens if there
+  are fewer.
 
   Args:
     share: in (0, 1], the drawn share of the loss tokens.
@@ -114,9 +115,9 @@ def clip_cov(
 def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Loss:
   """ℓ = −A·ρ, plus χ·|log ρ| for the tokens with the largest covariance; ρ = π/β.
 
-  c = (A − mean A)·(log π − mean log π), with means over the batch's loss tokens. The penalty
-  applies to the max(1, ⌊share·n⌋) tokens with the largest c among the n loss tokens. Nothing is
-  clipped.
+  The covariance of a token is c = (A − mean A)·(log π − mean log π), with means over the batch's
+  loss tokens. The penalty applies to the max(1, ⌊share·n⌋) tokens with the largest c among the n
+  loss tokens. No ratio is clipped.
 
   Args:
     share: in (0, 1]; the authors use 2e−3 for 7B and 2e−4 for 32B; verl uses 2e−4.

@@ -19,14 +19,14 @@ def decoupled_ppo(
 ) -> Loss:
   """ℓ = min(π_prox/β, cap)·`ppo_clip` on the ratio π/π_prox; β is the behavior policy.
 
-  π_prox is the policy just before the first update on a batch, or before a later one with
-  `config.proximal_every`. The training step provides its log-probabilities,
-  `batch.proximal_logprobs`.
+  π_prox is the policy just before the first update on a batch; `config.proximal_every` lets a newer
+  policy replace it before a later update on this batch. The training step provides the
+  log-probabilities of π_prox as `batch.proximal_logprobs`.
 
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    behavior_weight_cap: above 0.
+    behavior_weight_cap: cap, above 0.
   Raises:
     ValueError: at trace time, if the batch has no `proximal_logprobs`.
   Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641).

@@ -30,14 +30,15 @@ _LEAST_REST = 2.0**-24
 
 
 def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> Array:
-  """The divergence of the Bernoulli distributions of "this token or another token" under p and q.
+  """The divergence D(p, q) of two Bernoulli distributions: "this token or another token".
 
   Args:
-    logprobs: f32[...], log p, nats.
-    anchor_logprobs: f32[...], log q, nats.
+    logprobs: f32[...], log p, nats; p is the token's probability under the first distribution.
+    anchor_logprobs: f32[...], log q, nats; q is the same under the second.
     kind: "tv", |p − q|; or "kl", q·log(q/p) + (1−q)·log((1−q)/(1−p)), nats.
   Returns:
-    f32[...], ≥ 0, finite where log q is finite: "kl" replaces 1 − p by max(1 − p, 2⁻²⁴).
+    f32[...], ≥ 0, finite where log p and log q are finite: "kl" replaces 1 − p by
+    max(1 − p, 2⁻²⁴).
   """
   log_p, log_q = jnp.minimum(logprobs, 0.0), jnp.minimum(anchor_logprobs, 0.0)
   if kind == "tv":
@@ -61,20 +62,23 @@ def dppo(
 ) -> Loss:
   """ℓ = −sg(min(ρ, c))·A·log π, or ℓ = −A·ρ, at kept tokens; ℓ = 0 at dropped tokens.
 
-  ρ = π/β. A token is dropped if its probability has moved too far in the direction in which A
-  pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and D(p, q) > δ_low. Here p is π's
-  probability of the token, and q is the anchor's. D is the total variation or the KL divergence of
-  "this token or another token". The loss is intended for the aggregation `constant`.
+  ρ = π/β, and sg stops gradients. A token is dropped if its probability has moved too far in the
+  direction in which A pushes it: A > 0, p > q and D(p, q) > δ_high, or A < 0, p < q and
+  D(p, q) > δ_low. Here p is π's probability of the token, and q is the anchor's. D is the total
+  variation or the KL divergence, see `binary_divergence`. The loss is intended for the aggregation
+  `constant`.
 
   Args:
     divergence: D, "tv" or "kl".
-    delta_low, delta_high: above 0; None: 0.15 for tv, 0.05 for kl (nats). `symmetric` reads
-      only delta_high.
+    delta_low, delta_high: δ_low and δ_high, above 0; None: 0.15 for tv, 0.05 for kl (nats). With
+      `symmetric`, only δ_high is used.
     truncation: c > 0, for the score form; None does not truncate.
-    form: "score" or "ratio"; both have the same gradient where ρ < c.
+    form: "score", the first formula above, or "ratio", the second; where ρ < c, their gradients are
+      equal.
     anchor: the policy that gives q: "sampler", β; or "proximal", π_prox as in `decoupled_ppo`.
       ρ is π/β in both cases.
-    symmetric: whether δ_high drops tokens that have moved in either direction, for both signs of A.
+    symmetric: whether a token is dropped wherever D(p, q) > δ_high, whatever the sign of A is and
+      in whichever direction the token's probability has moved.
     log_ratio_penalty: λ ≥ 0 adds λ·(log ρ)² to every loss token, also to dropped tokens.
   Source: "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879);
     `symmetric` and the penalty are from prime-rl's `ipo_loss_fn`. **open**: c, which is 20 in
@@ -94,12 +98,12 @@ def dppo(
   if symmetric and delta_low is not None:
     raise ValueError(
       f"dppo: delta_low = {delta_low} has no effect with symmetric = True, where delta_high is the"
-      " bound in either direction; leave one of them out"
+      " bound in either direction; leave out delta_low or symmetric"
     )
   if form == "ratio" and truncation not in (None, TRUNCATION):
     raise ValueError(
       f"dppo: truncation = {truncation} has no effect with form = 'ratio', whose ratio is not"
-      " truncated; leave it out, or set form = 'score'"
+      " truncated; leave out truncation, or set form = 'score'"
     )
   low, high = (DELTAS[divergence] if value is None else value for value in bounds.values())
 

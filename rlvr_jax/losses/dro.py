@@ -10,7 +10,7 @@ from rlvr_jax.types import Array
 
 
 def dro(*, penalty: float = 0.1) -> Loss:
-  """ℓ = −A·log π + (b/2)·(log ρ)² with ρ = π/β; the gradient is −(A − b·log ρ)·∇log π.
+  """ℓ = −A·log π + (b/2)·(log ρ)² with ρ = π/β; its gradient is −(A − b·log ρ)·∇log π.
 
   Args:
     penalty: b > 0. **open**: no source has a value.

@@ -13,10 +13,10 @@ from rlvr_jax.types import Array
 def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
   """ℓ = −A·exp(mean_t d̃), d̃ = s·min(s·d, s·clip(d, −ε_low, ε_high)), d = log ρ, s = sign(A).
 
-  Every token of a rollout has the rollout's ℓ as its value. The gradient with respect to a token's
-  log-probability comes only from that token's ℓ (`follow`). Under any aggregation the losses have
-  the gradient of the formula, and vetoing a token removes exactly this token's gradient. The loss
-  is intended for the aggregation `sequence_mean`.
+  Here ρ = π/β. Every token of a rollout has the rollout's ℓ as its value. The gradient with respect
+  to a token's log-probability comes only from that token's ℓ (`follow`). Under any aggregation the
+  losses have the gradient of the formula, and vetoing a token removes exactly this token's
+  gradient. The loss is intended for the aggregation `sequence_mean`.
 
   Args:
     epsilon_low, epsilon_high: ≥ 0, nats; log ρ is clipped to [−ε_low, ε_high].

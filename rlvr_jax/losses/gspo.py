@@ -10,10 +10,11 @@ from rlvr_jax.types import Array
 
 
 def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
-  """`ppo_clip` on s_i = exp(mean_t log ρ) with ρ = π/β, in the token form sg(s_i)·π/sg(π).
+  """`ppo_clip` on the ratio s_i = exp(mean_t log ρ) of response i, where ρ = π/β.
 
-  The loss is intended for the aggregation `sequence_mean`. The token form is the paper's
-  GSPO-token, in which each token may have its own A.
+  At each token s_i is written as sg(s_i)·π/sg(π), where sg stops gradients. This is the paper's
+  GSPO-token, in which each token may have its own A. The loss is intended for the aggregation
+  `sequence_mean`.
 
   Args:
     epsilon_low: in [0, 1].

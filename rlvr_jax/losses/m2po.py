@@ -15,7 +15,7 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 class Interval(NamedTuple):
-  """The clip interval of ρ for the full batch."""
+  """The clip interval of ρ for the full batch; `m2po` says which tokens are harmful."""
 
   low: Array  # f32[], the lower end; 0 if nothing is clipped
   high: Array  # f32[], the upper end; inf if nothing is clipped
@@ -64,11 +64,12 @@ def clip_interval(
 def m2po(
   *, budget: float = 0.04, min_epsilon_low: float = 0.3, min_epsilon_high: float = 0.5
 ) -> Loss:
-  """`ppo_clip` with an interval that keeps the second moment of harmful tokens within a budget.
+  """`ppo_clip` with a clip interval that follows from a budget τ on the mean (log ρ)².
 
-  Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1, for ρ = π/β; Δ² = (log ρ)². If the mean
-  Δ² ≤ τ, nothing is clipped; otherwise the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], with
-  t² from `second_moment_threshold` over the full batch.
+  ρ = π/β. Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1. If the mean of (log ρ)² over the
+  batch's harmful tokens is at most τ, nothing is clipped. Otherwise the interval is
+  [min(e^−t, 1 − min_epsilon_low), max(e^t, 1 + min_epsilon_high)], with t² from
+  `second_moment_threshold` over the full batch.
 
   Args:
     budget: τ > 0, nats².

@@ -1,4 +1,4 @@
-"""P3O: the effective sample size of the batch caps the weights and scales the KL term to β."""
+"""P3O: the batch's effective sample size caps the weights, and scales a KL term between π and β."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def p3o(
 ) -> Loss:
   """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
 
-  Here ρ = π/β, e is the normalized effective sample size of the batch's token ratios, and
-  k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1. On samples of β, k3 is not an unbiased
-  estimate of KL(π‖β). There is no clip range, snapshot policy or coefficient. The loss is intended
-  for the aggregation `token_mean`. A ratio that is not finite makes the loss NaN, so that the
-  update is skipped.
+  Here ρ = π/β, sg stops gradients, e is the normalized effective sample size of the batch's token
+  ratios, and k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1. On samples of β, k3 is not
+  an unbiased estimate of KL(π‖β). The method has no clip range, no snapshot of the policy and no
+  coefficient to choose. The loss is intended for the aggregation `token_mean`. A ratio that is not
+  finite makes the loss NaN, so that the update is skipped.
 
   These arguments give the paper's ablations: `kl_term=False` (cap only), `cap="none"` (KL only),
   `ess="sequence"` (ESS per sequence), `ess="one"` (e fixed at 1), `cap="inverse_ess"` (cap 1/e).

@@ -18,7 +18,7 @@ def clipped_surrogate(
   high: Array | float,
   negative_high: float = jnp.inf,
 ) -> tuple[Array, Array]:
-  """max(−Aρ, −A·clip(ρ, low, high)): bounds ρ by `high` where A > 0 and by `low` where A < 0.
+  """max(−Aρ, −A·clip(ρ, low, high)): bounds ρ above by `high` if A > 0, below by `low` if A < 0.
 
   Args:
     log_ratios: f32[P, G, T], log ρ, nats.
@@ -26,8 +26,8 @@ def clipped_surrogate(
     low, high: the interval of ρ within which nothing is clipped.
     negative_high: the largest ρ where A < 0.
   Returns:
-    The losses f32[P, G, T], and bool[P, G, T], True at tokens beyond a bound, which have no
-    gradient.
+    The losses f32[P, G, T], and bool[P, G, T], True at tokens with ρ beyond a bound. These tokens
+    have no gradient.
   """
   log_ratios = jnp.where(coefficients == 0, 0.0, log_ratios)
   ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
@@ -41,7 +41,7 @@ def clipped_surrogate(
 def ppo_clip(
   *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
 ) -> Loss:
-  """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
+  """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)); with `dual_clip`, ℓ ≤ −A·c where A < 0.
 
   ρ = π/β. GRPO uses ε_low = ε_high = 0.2, DAPO uses 0.2 and 0.28. μ-GRPO's relaxed interval [0, 5]
   has ε_low = 1.0 and ε_high = 4.0.

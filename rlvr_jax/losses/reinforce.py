@@ -10,7 +10,7 @@ from rlvr_jax.types import Array
 
 
 def reinforce(*, truncation: float | None = None) -> Loss:
-  """ℓ = −sg(w)·A·log π with w = min(ρ, c) for ρ = π/β, or with w = 1.
+  """ℓ = −sg(w)·A·log π with w = min(ρ, c) for ρ = π/β, or with w = 1; sg stops gradients.
 
   Args:
     truncation: c > 0; None uses w = 1, without a correction for the distance of π from β.

@@ -12,7 +12,8 @@ from rlvr_jax.types import Array
 def topr() -> Loss:
   """ℓ = −sg(w)·A·log π with w = 1 where A ≥ 0, and w = min(Π_t ρ_t, 1) where A < 0.
 
-  The product is over the tokens of the response.
+  ρ_t = π/β is the ratio of token t, and the product is over the tokens of the response. sg stops
+  gradients.
 
   Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
     (arXiv:2503.14286).

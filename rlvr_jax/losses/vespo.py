@@ -36,14 +36,14 @@ def vespo(
 ) -> Loss:
   """ℓ = −sg(φ(W))·A·log π with log φ(W) = λ + k·log W − λ·W.
 
-  W = Π_t π/β is the ratio of the full response; log W is clipped to [log 1e−8, 20]. φ(1) = 1, and φ
-  is largest at W = k/λ. The loss is intended for the aggregation `token_mean`. Long responses push
-  W to 0 or to infinity, where φ vanishes: `loss/clip_fraction` is the share of loss tokens in
-  responses with φ < 1e−3.
+  W = Π_t π/β is the ratio of the full response; log W is clipped to [log 1e−8, 20]. sg stops
+  gradients. φ(1) = 1, and φ is largest at W = k/λ. The loss is intended for the aggregation
+  `token_mean`. Long responses push W to 0 or to infinity, where φ vanishes. `loss/clip_fraction` is
+  the share of loss tokens in responses with φ < 1e−3.
 
   Args:
-    k_positive, lambda_positive: k and λ ≥ 0 where A ≥ 0.
-    k_negative, lambda_negative: k and λ ≥ 0 where A < 0.
+    k_positive, lambda_positive: k ≥ 0 and λ ≥ 0 where A ≥ 0.
+    k_negative, lambda_negative: k ≥ 0 and λ ≥ 0 where A < 0.
     token_truncation: c > 0 caps each token's ratio of π_prox to the sampler β: log W = Σ
       log(π/π_prox) + Σ min(log(π_prox/β), log c), with π_prox as in `decoupled_ppo`. None
       applies no cap.

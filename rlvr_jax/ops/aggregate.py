@@ -13,11 +13,12 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 
 
 def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int) -> Mean:
-  """Sums per-token losses and their weight; the loss is total / weight.
+  """The aggregated loss as a pair (total, weight); the loss is total / weight.
 
-  token_mean: Σ mℓ / Σ m. sequence_mean: mean over rollouts of their token mean. sequence_sum: mean
-  over rollouts of their token sum. constant: Σ mℓ / (B·max_response_length), as in Dr. GRPO.
-  Rollouts without a loss token do not count, except in `constant`.
+  token_mean: Σ mℓ / Σ m, with the mask m and per-token losses ℓ. sequence_mean: mean over rollouts
+  of their token mean. sequence_sum: mean over rollouts of their token sum. constant:
+  Σ mℓ / (P·G·max_response_length), as in Dr. GRPO. Rollouts without a loss token do not count,
+  except in `constant`.
 
   Args:
     losses: f32[P, G, T]; any value where masked.
@@ -25,7 +26,8 @@ def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int)
     how: one of `AGGREGATIONS`.
     max_response_length: tokens, the limit of the sampler; read by `constant` only.
   Returns:
-    The pair (total, weight). Without loss tokens both are 0; in `constant`, only the total is.
+    The pair (total, weight). Both are 0 if there is no loss token, except in `constant`, where only
+    the total is 0.
   Raises:
     ValueError: unknown `how`.
   """

@@ -1,6 +1,6 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-The sampling engine uses it to encode prompts, and updates use it for batches that are not packed.
+The sampling engine encodes prompts with it, and updates use it for batches that are not packed.
 Only positions determine the mask: padding has negative positions.
 """
 
@@ -22,7 +22,8 @@ _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of t
 class Keys(NamedTuple):
   """Keys and values of one segment, in the layout that the matrix products need.
 
-  The axis G has size 1 if all rollouts of a prompt share the segment.
+  The axis G has size 1 if all rollouts of a prompt share the segment. J is the number of keys per
+  head, K the number of key heads, and H their width.
   """
 
   keys: Array  # [P, G or 1, K, H, J]
@@ -51,7 +52,7 @@ def attention(
   scores exist for one block of queries at a time, in the backward pass too.
 
   Args:
-    queries: [P, G, Q, N, H].
+    queries: [P, G, Q, N, H]: Q queries of each rollout, in N heads of width H.
     positions: i32[P, G, Q], positions of the queries.
     segments: keys and values; a segment with G = 1 is shared by the prompt's rollouts, not copied.
     scale: factor on the scores, usually 1/√H.

@@ -8,8 +8,8 @@ fixed at compile time, so that no layer needs a loop over blocks. `Pages` is for
 reads only the blocks that each slot has filled.
 
 A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded as
-soon as they are computed, even while their token is only staged. So later tokens read the same
-values wherever bursts end.
+soon as they are computed, even while their token is only staged. So the values that later tokens
+read do not depend on where bursts end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
 
   Attributes:
-    prompt: blocks for the prompt without its last token, which is the first token to be decoded.
+    prompt: blocks for all tokens of the prompt but the last, which the first decoding step reads.
     response: blocks for the response without the tokens of its last burst.
     steps: decoding steps of one burst; divides the size of the response's blocks.
   """
@@ -88,10 +88,11 @@ class CacheShape(NamedTuple):
   ) -> CacheShape:
     """The cache for S prompt and T response tokens.
 
-    Up to 64 cached tokens of a prompt or response are one block. More are at most four blocks of at
-    least 32 tokens, or, with `pages`, pages of about (S + T) / 16 tokens, from 32 to 512. With
-    dialogues (`has_replies`), a burst has at most T / 8 tokens: turns begin and end within bursts,
-    and steps before a turn's first token and after its last token are lost.
+    Up to 64 cached tokens of a prompt or response are one block. More tokens are split into at most
+    four blocks of at least 32 tokens; with `pages`, into pages of about (S + T) / 16 tokens, but at
+    least 32 and at most 512. In dialogues (`has_replies`) turns begin and end within bursts, and a
+    burst's steps before a turn's first token and after its last token are lost. So a burst then has
+    at most T / 8 tokens, but at least one.
     """
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
@@ -120,15 +121,15 @@ class CacheShape(NamedTuple):
   def copied_tokens(self) -> int:
     """The most keys per slot that a burst copies.
 
-    If it does not read all blocks of the prompt, it copies those that it reads; likewise of the
-    response.
+    A burst that reads only some blocks of the prompt copies the blocks that it reads. The same
+    holds for the response.
     """
     parts = (self.prompt, self.response)
     return sum(-(-part.number // 2) * part.size for part in parts if part.number > 1)
 
 
 def round_to_int8(x: Array) -> tuple[Array, Array]:
-  """Rounds vectors, x ≈ s·q: s = max |x| / 127 and q = round(x / s), each over the last axis.
+  """Rounds each vector along the last axis: x ≈ s·q with s = max |x| / 127 and q = round(x / s).
 
   Args:
     x: [..., H].
@@ -154,7 +155,8 @@ class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
   For each head, the i-th blocks of all slots are contiguous, so that no read copies other blocks.
-  With dtype int8, keys and values are rounded by `round_to_int8`.
+  With dtype int8, keys and values are rounded by `round_to_int8`. K is the number of key heads, and
+  H their width.
   """
 
   keys: Array  # [K, blocks, slots, H, block]; staged keys [K, slots, H, steps]
@@ -184,7 +186,7 @@ class Cache(NamedTuple):
     return cls.of(by_block(keys), by_block(values), dtype)
 
   def stage(self, key: Array, value: Array, step: Array) -> Cache:
-    """Copies a staged cache, writing one token's key and value, both [slots, K, H], at `step`."""
+    """A copy of a staged cache, with one token's key and value, [slots, K, H] each, at `step`."""
     by_head = lambda x: jnp.swapaxes(x, 0, 1)[:, :, None]
     token = Cache.of(by_head(key), by_head(value), self.keys.dtype)
     put = lambda x, new, axis: jax.lax.dynamic_update_slice_in_dim(x, new, step, axis)
@@ -318,19 +320,19 @@ def choose_cache(
 ) -> str:
   """Chooses how keys are cached and read.
 
-  `auto` chooses pages on a TPU if the network allows it, and blocks otherwise, with a warning on a
-  TPU.
+  `auto` chooses pages on a TPU if the network allows pages, and blocks otherwise. On a TPU it warns
+  if it chooses blocks.
 
   Args:
     wanted: one of `KINDS`, from config.sampling.cache.
-    platform: the platform of the devices that will run it: "tpu", "gpu" or "cpu".
+    platform: the platform of the devices that will run the network: "tpu", "gpu" or "cpu".
     head_dims: the head widths in the network's layers, each width once.
     dtype: the dtype that the network computes in.
     plain: True if no layer has a sliding window or a soft cap.
     cache_format: one of `FORMATS`.
   Returns:
-    "blocks", which are read up to the longest slot, or "pages", which are read up to each slot's
-    length.
+    "blocks", which are read up to the length of the longest slot, or "pages", which are read up to
+    each slot's own length.
   Raises:
     ValueError: the requested kind does not support this network or platform.
   """
@@ -355,13 +357,13 @@ def _pages_obstacle(
 ) -> str | None:
   """A requirement of pages that is not met, with the actual value; None if pages can be used."""
   if platform != "tpu":
-    return f"a TPU (platform={platform!r})"
+    return f"a TPU (here: platform={platform!r})"
   if dtype != "bfloat16":
-    return f"compute_dtype bfloat16, to which the kernel rounds (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16, to which the kernel rounds (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim % _LANES:
-      return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
+      return f"a head_dim that is a multiple of {_LANES} (here: head_dim={head_dim})"
   if cache_format:
     scales = "since its kernel reads a float32 scale beside every 8-bit number"
-    return f"config.sampling.cache_format='', {scales} (cache_format={cache_format!r})"
+    return f"config.sampling.cache_format='', {scales} (here: cache_format={cache_format!r})"
   return None if plain else "layers without sliding window and soft cap"

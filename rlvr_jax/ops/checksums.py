@@ -1,4 +1,4 @@
-"""Checksums of arrays on devices, which do not depend on how the arrays are sharded."""
+"""Checksums of arrays on devices; how an array is sharded does not change its checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def checksum(x: Array) -> Array:
   """Σ bits·(2·index + 1) mod 2³² of an array, where index is the row-major position.
 
   Integer arithmetic is exact in any order, so the sum does not depend on the sharding. The weights
-  are odd, so that any change of one element changes the sum, and differ, so that order matters.
+  2·index + 1 are odd, so that any change of one element changes the sum. The weights differ from
+  each other, so that the order of the elements matters.
 
   Args:
     x: numbers of 1, 2, 4 or 8 bytes, or booleans.

@@ -2,9 +2,9 @@
 
 Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). First the
 largest of all scores is found. Then each block is summed separately, and the sums of blocks are
-added in order. A block without a visible key adds zeros, so that a row's bits do not depend on the
-number of blocks that other rows need. On CPUs in bfloat16, bits may depend on this number, since
-it changes the order of additions in some of XLA's sums.
+added in order. A block without a visible key adds zeros. So the bits of a slot's result do not
+depend on the number of blocks that other slots need. On CPUs in bfloat16, bits may depend on this
+number, since it changes the order of additions in some of XLA's sums.
 """
 
 from __future__ import annotations
@@ -70,19 +70,20 @@ def cached_attention(
   """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
   Scores and sums are at least float32. If keys and values are int8, the products read the 8-bit
-  numbers, which every dtype represents exactly; scales are factors on scores and on the softmax.
+  numbers, which every dtype represents exactly. The scales of keys multiply scores, and the scales
+  of values multiply the weights of the softmax.
 
   Args:
-    queries: [slots, N, H].
+    queries: [slots, N, H]: N heads of width H.
     prompt, response: the layer's caches of prompt and response. All blocks of a `Cache` are read;
       of `Pages`, only the pages with tokens are read.
     staged: keys and values of the burst's tokens 0 … step.
-    reach: the reach of all slots at the start of the burst.
+    reach: the lengths of all slots' caches at the start of the burst.
     step: i32[], index of the query's token in the burst.
     scale: factor on the scores, usually 1/√H.
     window: tokens that a query attends to, itself included.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
-    cores: the cores of a device, over which a kernel splits the slots.
+    cores: the number of cores of a device, over which the kernel for pages splits the slots.
   Returns:
     [slots, N, H] in the queries' dtype.
   """

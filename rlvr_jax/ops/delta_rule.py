@@ -1,7 +1,8 @@
 """The gated delta rule: a linear recurrence that takes the place of attention.
 
 A head has a state S [d_k, d_v], at first 0. Every token has a query q and a key k [d_k], a value
-v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]:
+v [d_v], a log-decay g ≤ 0 and a strength β in [0, 1]. The token changes S, and its output is o,
+[d_v]:
 
     S ← e^g·S;  S ← S + k ⊗ β·(v − Sᵀk);  o = Sᵀq
 
@@ -38,7 +39,7 @@ Inputs = TypeVar("Inputs")
 
 
 class Tokens(NamedTuple):
-  """The inputs of the rule for some tokens, in at least float32."""
+  """The inputs of the rule for R rows of L tokens with N heads, in at least float32."""
 
   query: Array  # [R, L, N, d_k]
   key: Array  # [R, L, N, d_k]
@@ -166,7 +167,7 @@ class DeltaInputs(NamedTuple):
   def heads(self, channels: Sequence[Array]) -> tuple[Array, Array, Array]:
     """Queries, keys [..., N, d_k] and values [..., N, d_v] of convolved channels [..., C].
 
-    Keys have norm 1, queries 1/√d_k. N/N_k heads share a query and a key.
+    Keys have norm 1, queries have norm 1/√d_k. N/N_k heads share a query and a key.
     """
     dims = self.key_dim, self.key_dim, self.value_dim
     query, key, value = (
@@ -189,7 +190,7 @@ def mix_prompts(inputs: DeltaInputs, lengths: Array | None) -> tuple[Array, Delt
 
   Args:
     inputs: the inputs of R sequences, one per row.
-    lengths: i32[R]; None: L.
+    lengths: i32[R], tokens of each sequence; None: every sequence has L tokens.
   """
   R, L = inputs.decay.shape[:2]
   zeros, index = jnp.zeros((R, L), jnp.int32), jnp.broadcast_to(jnp.arange(L), (R, L))

@@ -19,7 +19,7 @@ RESTS = ("renormalize", "tail", "drop", "score")
 class Divergence:
   """A divergence of π, the student, from τ, the teacher, on a support S of tokens.
 
-  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward KL. For α between:
+  α = 1: Σ π·log(π/τ), the reverse KL. α = 0: Σ τ·log(τ/π), the forward KL. 0 < α < 1:
   α·KL(τ‖M) + (1−α)·KL(π‖M), where M = (1−α)·π + α·τ.
 
   Attributes:
@@ -30,7 +30,7 @@ class Divergence:
     rest: the treatment of the mass outside S. "renormalize": π and τ are conditioned on S, so that
       this mass has no gradient. "tail": the mass counts as one more token. "drop": the mass is left
       out, so that the sum is not a divergence. "score" needs α = 1 and no floor: the result is
-      Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S.
+      Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S, and sg stops gradients.
     floor: the least value at a token, below which there is no gradient; None for no floor.
   Raises:
     ValueError: a field is out of range, or contradicts other fields.
@@ -51,21 +51,23 @@ class Divergence:
       check_between("divergence", "floor", self.floor)
     if (self.support == "all") != (self.top_k == 0):
       raise ValueError(
-        f"divergence: top_k = {self.top_k} with support = {self.support!r}; support 'all' needs"
-        " top_k = 0, and 'student', 'teacher' and 'union' need top_k ≥ 1"
+        f"divergence: top_k = {self.top_k} does not fit support = {self.support!r}; set top_k = 0"
+        " if support is 'all', and top_k ≥ 1 if support is 'student', 'teacher' or 'union'"
       )
     if self.rest == "score" and self.alpha != 1:
       raise ValueError(
-        f"divergence: rest = 'score' with alpha = {self.alpha}; 'score' needs alpha = 1"
+        f"divergence: rest = 'score' needs alpha = 1, but alpha = {self.alpha}; set alpha = 1 or"
+        " choose another rest"
       )
     if self.rest == "score" and self.floor is not None:
       raise ValueError(
-        f"divergence: rest = 'score' with floor = {self.floor}; 'score' needs floor = None"
+        f"divergence: rest = 'score' needs floor = None, but floor = {self.floor}; leave out floor"
+        " or choose another rest"
       )
     if self.rest != "renormalize" and self.support == "all":
       raise ValueError(
-        f"divergence: rest = {self.rest!r} with support = 'all', which leaves no rest; set support"
-        " to 'student', 'teacher' or 'union', or leave rest out"
+        f"divergence: rest = {self.rest!r} does not fit support = 'all', which leaves no rest; set"
+        " support to 'student', 'teacher' or 'union', or leave out rest"
       )
 
   def __call__(self, student_logprobs: Array, teacher_logprobs: Array) -> Array:

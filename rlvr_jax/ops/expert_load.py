@@ -40,9 +40,10 @@ def balance_weights(load: Load) -> Array:
 
     loss = mean over layers of E · Σ_e f_e · P_e
 
-  f_e is the share of choices that expert e has, constant for differentiation, and P_e its mean
-  probability over the same tokens. The loss is 1 if f and P are uniform. Since f is computed over
-  the full batch, the losses of micro-batches add up to the loss of the batch.
+  f_e is the share of choices that expert e has, constant for differentiation. P_e is the mean of
+  the router's probability of expert e over the same tokens. The loss is 1 if f and P are uniform.
+  Since f is computed over the full batch, the losses of micro-batches add up to the loss of the
+  batch.
 
   Args:
     load: the load of the full batch.

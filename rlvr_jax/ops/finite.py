@@ -21,7 +21,11 @@ def nonfinite_names(tree: Any) -> list[str]:
 
 
 def check_finite(where: str, params: Params) -> None:
-  """Raises ValueError if weights are not finite, naming them and `where` they were read."""
+  """Raises ValueError if weights are not finite.
+
+  Args:
+    where: the place that the weights were read from. The message names it, and the weights.
+  """
   if names := nonfinite_names(params):
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     raise ValueError(

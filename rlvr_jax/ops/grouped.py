@@ -6,12 +6,14 @@ multiplies block after block by the matrix of its group. At most one block per g
 filled. On CPUs `ragged_dot` would multiply every row by every matrix, and copy the rows once for
 each matrix. `megablox` is a kernel for TPUs.
 
-Every implementation computes a row from the row and its matrix alone. In `blocks` the number of
-rows in a product is fixed, so that neighbors and the sizes of groups do not change its rounding.
+Every implementation computes a row's product from the row and its matrix alone. In `blocks` the
+number of rows in a product is fixed, so that neighboring rows and the sizes of groups do not change
+the rounding of a row.
 
-A row that belongs to no group may hold any value, also NaN, and no result depends on it. Such rows
-are not cleared, since clearing takes a pass over all rows each time, which on TPUs costs nearly as
-much as a product. Such rows are 0 only in `blocks`, where they also lie between groups.
+A row that belongs to no group may hold any value, also NaN, and no result depends on it. Rows
+without a group are not cleared, since clearing takes a pass over all rows each time, which on TPUs
+costs nearly as much as a product. Rows without a group are 0 only in `blocks`, where they also lie
+between groups.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Groups(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Order:
-  """Assigns N tokens' choices, k each, to M rows that are sorted by group."""
+  """The assignment of N tokens' choices, k per token, to M rows that are sorted by group."""
 
   groups: Groups
   rows: Array  # i32[N, k], the row of each choice; M: the token chose no group
@@ -67,7 +69,7 @@ def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.expert_products.
-    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    platform: "tpu", "gpu" or "cpu", of the devices that will run the network.
     dtype: the dtype that the network computes in.
   Returns:
     "reference", "blocks" or "megablox".
@@ -78,9 +80,9 @@ def choose_products(wanted: str, *, platform: str, dtype: str) -> str:
     raise ValueError(f"config.model.overrides.expert_products={wanted!r}; allowed: {list(KINDS)}")
   obstacle = None
   if platform != "tpu":
-    obstacle = f"a TPU (platform={platform!r})"
+    obstacle = f"a TPU (here: platform={platform!r})"
   elif dtype not in ("bfloat16", "float32"):
-    obstacle = f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+    obstacle = f"compute_dtype bfloat16 or float32 (here: compute_dtype={dtype!r})"
   if wanted == "megablox" and obstacle:
     raise ValueError(
       f"config.model.overrides.expert_products='megablox' needs {obstacle}; meet this"
@@ -100,7 +102,7 @@ def order_by_group(choices: Array, num_groups: int, *, kind: str) -> Order:
 
   Args:
     choices: i32[N, k], the distinct groups that each token has chosen; `num_groups` for no group.
-    num_groups: E.
+    num_groups: E, the number of groups.
     kind: the result of `choose_products`.
   """
   chex.assert_rank(choices, 2)
@@ -172,8 +174,8 @@ def _fill_rows(x: Array, indices: Array, order: Order) -> Array:
 def grouped_product(rows: Array, kernels: Array, groups: Groups, kind: str) -> Array:
   """Multiplies each row by the matrix of its group, in the rows' dtype.
 
-  The gradient of the kernels has their dtype, so that devices add up float32 terms. Under `vmap`,
-  products are computed one after the other.
+  The gradient of the kernels has the kernels' dtype, so that devices add up float32 terms if the
+  kernels are float32. Under `vmap`, products are computed one after the other.
 
   Args:
     rows: [M, D].

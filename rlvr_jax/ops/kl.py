@@ -32,7 +32,11 @@ def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 
 
 def k2(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
-  """(log p − log q)²/2: biased, never negative; its gradient is KL's. For arguments see `k1`."""
+  """(log p − log q)²/2: biased, never negative. For the arguments see `k1`.
+
+  For tokens sampled from p, the expectation of its gradient with respect to p is the gradient
+  of KL(p‖q).
+  """
   return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
 
 
@@ -42,8 +46,8 @@ def k3(
   """q/p − 1 − log(q/p): unbiased, never negative. For the other arguments see `k1`.
 
   Args:
-    log_ratio_bound: log(q/p) is clipped to ± this inside the exponential (10 in P3O); None does not
-      clip.
+    log_ratio_bound: q/p is computed as exp(log(q/p)), with the exponent clipped to
+      ±`log_ratio_bound` (10 in P3O); None does not clip.
   """
   log_ratio = _log_ratio(p_logprobs, q_logprobs, mask)
   exponent = log_ratio

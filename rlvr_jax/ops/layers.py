@@ -5,7 +5,7 @@ A layer's kind is a pair of names, of its mixer and of the part after the mixer.
 gated DeltaNet). The part after the mixer is "dense" (an MLP) or "sparse" (experts). A parameter
 under "blocks" is stacked over the layers that have it, in their order. Layers are computed in loops
 over a repeating pattern, so that each layer of a pattern is compiled once. If all layers are alike,
-there is one loop over one layer.
+there is one loop, and its pattern is one layer.
 """
 
 from __future__ import annotations

@@ -28,12 +28,15 @@ PROBABILITY_BINS = {
 
 
 def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError if the settings define no distribution; `owner` is their section's name."""
+  """Raises ValueError if the settings define no distribution.
+
+  The message begins with `owner`, the name of the section that holds the settings.
+  """
   temperature = sampling.temperature
   if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
     raise ValueError(
-      f"{owner}.temperature={temperature}; it must be finite and ≥ {LEAST_TEMPERATURE}, since"
-      " float32 logits divided by less lose all their digits; or 0, which decodes greedily"
+      f"{owner}.temperature={temperature}; it must be 0, which decodes greedily, or finite and"
+      f" ≥ {LEAST_TEMPERATURE}, since float32 logits divided by less lose all their digits"
     )
   if not 0 <= sampling.top_k <= vocab_size:
     raise ValueError(f"{owner}.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
@@ -79,11 +82,10 @@ def product_gradient(gradient: Array, logits: Array, head: Head, temperature: fl
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  Temperature, top-k, top-p and min-p act here only, for the sampler and for the check that compares
-  the trainer with it. Temperature is applied first. Then the k most probable tokens are kept; of
-  them, the smallest set whose renormalized mass reaches top_p; and of this set, the tokens with at
-  least min_p times the largest probability. Tokens tied with the least probable kept token are also
-  kept.
+  Temperature is applied first. Then the k most probable tokens are kept. Of these tokens, the
+  smallest set whose renormalized mass reaches top_p is kept. Of this set, the tokens with at least
+  min_p times the largest probability are kept. Tokens tied with the least probable kept token are
+  also kept. `token_logprobs` and the sampler's `ops.draw` follow the same rules.
 
   Args:
     logits: f32[..., V].
@@ -144,7 +146,7 @@ def smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
 
 
 class TeacherHead(NamedTuple):
-  """A teacher's inputs for the same tokens, and the divergence to compute."""
+  """A teacher's hidden states and head for the student's tokens, and the divergence to compute."""
 
   hidden: Array  # [P, ..., D'], constant for differentiation
   head: Head  # kernel [D', V]
@@ -184,9 +186,9 @@ def token_logprobs(
 ) -> tuple[Array, Array]:
   """The log-probability of each token and the entropy of its sampling distribution.
 
-  Works through the tokens in chunks and recomputes their logits in a custom backward pass, so that
-  no [B, T, V] array exists in either direction. The set of tokens that top-k, top-p and min-p keep
-  is constant for differentiation.
+  Tokens are processed in chunks, and a custom backward pass computes their logits again. So no
+  array [B, T, V] exists in the forward or backward pass. The set of tokens that top-k, top-p and
+  min-p keep is constant for differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
   of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
@@ -219,7 +221,9 @@ def token_statistics(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
-  """Computes `token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
+  """The results of `token_logprobs`, and the terms for the Gram matrix of the head's gradients.
+
+  The other arguments are those of `token_logprobs`.
 
   Args:
     projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
@@ -252,7 +256,11 @@ def token_statistics(
 
 
 def wanted_loop(places: int) -> str:
-  """The scope name of the loop over wanted tokens, for a device that holds `places` tokens."""
+  """The name, for `jax.named_scope`, of the loop over a device's wanted tokens.
+
+  Args:
+    places: number of tokens on the device, wanted or not.
+  """
   return f"wanted_of_{places}"
 
 
@@ -270,9 +278,9 @@ def wanted_chunks(places: int, wanted: int, chunk_rows: int) -> int:
 
 
 def default_chunk_rows(vocab_size: int) -> int:
-  """Tokens per chunk: 64 MiB of float32 logits, at least 2048 rows.
+  """Tokens per chunk: as many as have 64 MiB of float32 logits, but at least 2048.
 
-  With fewer rows, reading the kernel and adding to its gradient take longer than the products.
+  With fewer tokens, reading the kernel and adding to its gradient take longer than the products.
   """
   return max(2048, 2**24 // vocab_size)
 

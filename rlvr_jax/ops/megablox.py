@@ -4,9 +4,9 @@ It builds on `jax.experimental.pallas.ops.tpu.megablox`, whose functions may cha
 release; tested with jax 0.7.2 and 0.10.2.
 
 A kernel visits every tile of 128 rows that is not empty, once for each group with rows in the tile.
-An inner dimension of at most 2048 (`_MATRIX`) is not split. Then an expert whose rows lie in two
-tiles is fetched once, since the kernel keeps a matrix while its index stays the same. A row's sum
-is accumulated in float32 in an order that no other row changes.
+An inner dimension of at most 2048 (`_MATRIX`) is not split. Then the matrix of a group whose rows
+lie in two tiles is fetched once, since the kernel keeps a matrix while its index stays the same. A
+row's sum is accumulated in float32 in an order that no other row changes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def multiply(
     transposed: whether to multiply by the transposed matrices.
     interpret: whether to emulate the kernel without a TPU; slow, for tests.
   Returns:
-    [M, F], or [M, D] if transposed, in the rows' dtype; rows of no group may have any value, since
-    tiles of only such rows are not written.
+    [M, F], or [M, D] if transposed, in the rows' dtype. Rows of no group may have any value, since
+    the kernel does not write a tile without a group's row.
   """
   inner, outer = kernels.shape[1:][:: -1 if transposed else 1]
   largest_inner, largest_outer = _MATRIX

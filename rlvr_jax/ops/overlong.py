@@ -32,15 +32,15 @@ def overlong_penalty(
   """
   if not 1 <= overlong_buffer <= max_response_length:
     raise ValueError(
-      f"overlong_buffer = {overlong_buffer} tokens is not in [1, {max_response_length}], the"
-      " maximum response length; set it within that range, or turn overlong shaping off"
+      f"overlong_buffer = {overlong_buffer} tokens is not between 1 and the maximum response"
+      f" length, {max_response_length}; set it within this range, or turn overlong shaping off"
     )
   over = upcast(lengths) - (max_response_length - overlong_buffer)
   return jnp.clip(over / overlong_buffer, 0.0, 1.0)
 
 
 def overlong_filter(mask: Array, stopped: Array) -> Array:
-  """Masks responses that were cut off by the length limit.
+  """The loss mask, set to 0 in responses that were cut off by the length limit.
 
   Args:
     mask: [P, G, T], the loss mask.

@@ -3,11 +3,11 @@
 It builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may change with any
 release; tested with jax 0.10.2.
 
-The library's own wrapper returns normalized outputs, without the softmax's peak and total, which
-are needed to join the sums over a slot's prompt, response and staged keys. So the kernel is called
-directly, for all three of its outputs. A page is a block of the cache, and a slot has its own
-pages: the page table is computed from their indices. (experiments/benchmarks/README.md estimates
-the savings of sharing a prompt's pages among its rollouts.)
+Joining the sums over a slot's prompt, response and staged keys needs the softmax's peak and total.
+The library's own wrapper returns normalized outputs without these two arrays. So the kernel is
+called directly, for all three of its outputs. A page is a block of the cache, and a slot has its
+own pages: the page table is computed from the indices of pages. (experiments/benchmarks/README.md
+estimates the savings of sharing a prompt's pages among its rollouts.)
 
 The library's `ragged_paged_attention` has windows and soft caps, but returns only the output and
 keeps peak and total in scratch memory, so that its result cannot be joined with the staged keys.
@@ -37,7 +37,7 @@ def paged_sums(
   Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 
   Args:
-    queries: [slots, N, H], times the scale of the scores.
+    queries: [slots, N, H], already multiplied by the scale of the scores.
     pages: the pages on this device.
     lengths: i32[slots], number of tokens to read.
     cores: number of cores of the device, which share the slots. One core computes all slots if

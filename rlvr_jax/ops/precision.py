@@ -21,9 +21,9 @@ PRECISIONS = ("highest", "default")
 
 
 def with_matmul_precision(function: Callable[..., Any], precision: str) -> Callable[..., Any]:
-  """`function`, computed with this precision in all products that do not specify one.
+  """`function`, computed with `precision` in all products that do not specify their own.
 
-  This includes backward passes, loops, and the bodies of Pallas kernels.
+  These include products in backward passes, in loops and in the bodies of Pallas kernels.
 
   Args:
     function: a function to be jitted, which may be a `functools.partial`.

@@ -1,7 +1,7 @@
 """Reduction of metric records over micro-batches, devices and steps.
 
-A metric carries its reduction (see `types.py`), so records are merged first and divided once. Every
-function is pure and works under jit.
+A metric carries its reduction (see `types.py`). So records are merged first, and values such as
+means are computed once, at the end. Every function is pure and works under jit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
 
 
 def merge(a: Metric, b: Metric) -> Metric:
-  """Merges the records of two disjoint parts of the data: sums add, Max and Min compare.
+  """Merges the records of two disjoint parts of the data.
+
+  Sums are added; of two Max the larger is kept, of two Min the smaller.
 
   Raises:
     TypeError: `a` and `b` are of different kinds, or not metrics.

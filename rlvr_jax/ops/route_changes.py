@@ -41,7 +41,7 @@ def count_changes(recorded: Array, chosen: Array) -> RouteChanges:
 
 
 def change_metrics(changes: RouteChanges) -> Metrics:
-  """Metrics of the fractions of choices that changed, and of tokens with a change in any layer."""
+  """Metrics: the fraction of changed choices, and of tokens with a changed choice in any layer."""
   return {
     "routing/changed": Mean(jnp.mean(changes.choices), changes.num_choices),
     "routing/changed_tokens": Mean(changes.tokens, changes.num_tokens),

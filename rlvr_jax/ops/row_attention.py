@@ -62,7 +62,7 @@ def row_attention(
   over tensor.
 
   Args:
-    queries: [R, L, N, H].
+    queries: [R, L, N, H]: R rows of L tokens, N heads of width H.
     keys, values: [R, L, K, H]; each head is shared by N/K heads of queries, not copied.
     rows: the sequences in the rows.
     scale: factor on the scores, usually 1/√H.
@@ -113,8 +113,8 @@ def choose_attention(
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.
-    platform: the platform of the devices that will run it: "tpu", "gpu" or "cpu".
-    row_length: L.
+    platform: the platform of the devices that will run the network: "tpu", "gpu" or "cpu".
+    row_length: the number of tokens of a row.
     head_dims: the head widths in the network's layers, each width once.
     dtype, soft_cap: compute dtype and soft cap of the network.
   Returns:
@@ -175,38 +175,39 @@ def longest_row(kind: str) -> float:
 
 def _splash_obstacle(platform, row_length, head_dims, dtype):
   if platform != "tpu":
-    return f"a TPU (platform={platform!r})"
+    return f"a TPU (here: platform={platform!r})"
   if dtype not in ("bfloat16", "float32"):
-    return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16 or float32 (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim not in _SPLASH_HEADS:
-      return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+      return f"head_dim in {_SPLASH_HEADS} (here: head_dim={head_dim})"
   if max(head_dims, default=0) > 256 and (dtype != "bfloat16" or row_length > _LONGEST_WIDE):
     return (
       f"compute_dtype bfloat16 and rows of at most {_LONGEST_WIDE} tokens, for a head_dim above 256"
-      f" (head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
+      f" (here: head_dim={max(head_dims)}, compute_dtype={dtype!r}, row length {row_length})"
     )
   if row_length % TILE or row_length > LONGEST_ROW:
     return (
-      f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length}: lower"
-      " config.max_response_length, config.max_prompt_length or config.batch.tokens_per_row)"
+      f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (here: row length {row_length};"
+      " lower config.max_response_length, config.max_prompt_length or"
+      " config.batch.tokens_per_row)"
     )
   return None
 
 
 def _cudnn_obstacle(platform, row_length, head_dims, dtype, soft_cap):
   if platform != "gpu":
-    return f"an NVIDIA GPU (platform={platform!r})"
+    return f"an NVIDIA GPU (here: platform={platform!r})"
   if dtype != "bfloat16":
-    return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
+    return f"compute_dtype bfloat16 (here: compute_dtype={dtype!r})"
   for head_dim in head_dims:
     if head_dim % 8 or head_dim > 128:
       # On newer GPUs jax allows 256 as well.
-      return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
+      return f"a head_dim that is a multiple of 8, at most 128 (here: head_dim={head_dim})"
   if soft_cap is not None:
-    return f"scores without a soft cap (attention_soft_cap={soft_cap})"
+    return f"scores without a soft cap (here: attention_soft_cap={soft_cap})"
   if row_length > _LONGEST_MASK:
-    return f"rows of at most {_LONGEST_MASK} tokens (row length {row_length})"
+    return f"rows of at most {_LONGEST_MASK} tokens (here: row length {row_length})"
   return None
 
 
@@ -235,7 +236,7 @@ def _attend_in_window(attend: Callable, window: int | None, slides: Array) -> Ar
 
 def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, implementation="cudnn"):
   if soft_cap is not None:
-    raise ValueError(f"soft_cap={soft_cap}: cuDNN's attention has none; choose 'reference'")
+    raise ValueError(f"soft_cap={soft_cap}: cuDNN has no soft cap; choose kind = 'reference'")
   whole = slice(0, queries.shape[1])
   visible = _visible_keys(rows, whole, whole, _layer_window(window, slides))
   visible |= jnp.eye(whole.stop, dtype=bool)  # padding attends to itself

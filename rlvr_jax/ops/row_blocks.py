@@ -18,9 +18,9 @@ def splash_alignment(length: int) -> int:
   """The alignment of prompts' ends and rollouts' starts in rows for the splash kernel, in tokens.
 
   The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end. In
-  rows of at most 2^b tokens, aligned to 2^a, these take b + 2(b − a) bits. So the alignment is 8
-  tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to 16,384, 128 up
-  to 32,768, 256 up to 65,536 and 1024 up to 131,072.
+  rows of at most 2^b tokens, aligned to 2^a, these three numbers take b + 2(b − a) bits. So the
+  alignment is 8 tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to
+  16,384, 128 up to 32,768, 256 up to 65,536 and 1024 up to 131,072.
 
   Args:
     length: the length of the row, tokens, at most `LONGEST_ROW`.
@@ -32,8 +32,8 @@ def splash_alignment(length: int) -> int:
 def round_to_blocks(length: int) -> int:
   """Rounds `length` up to a multiple of the splash kernel's blocks.
 
-  Blocks have 384 or 512 tokens. In rows above 32,768 tokens they have 1024, since the backward
-  pass writes a gradient of the queries for each block of keys.
+  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens blocks have 1024, since the
+  backward pass writes a gradient of the queries for each block of keys.
   """
   blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
   return min(-(-length // block) * block for block in blocks)
@@ -42,8 +42,8 @@ def round_to_blocks(length: int) -> int:
 def short_row(length: int) -> int:
   """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
-  It is a third of the row. A third with at least one of the splash kernel's blocks is rounded down
-  to whole blocks.
+  It is a third of the row. If at least one of the splash kernel's blocks fits into a third, the
+  length is rounded down to whole blocks.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -52,14 +52,15 @@ def short_row(length: int) -> int:
 def is_visible(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Whether a query sees a key of its prompt or of a rollout of it; all arguments broadcast.
+  """Whether a query sees a key of the same prompt or of its rollouts; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.
     starts, prompt_ends: i32, the query's fields in `Rows`.
     window: tokens of its own sequence that a query attends to, itself included; None: all.
   Returns:
-    bool; the caller must check that both have the same prompt, and that the key is not padding.
+    bool; the caller must check that query and key have the same prompt, and that the key is not
+    padding.
   """
   in_prompt = key < prompt_ends
   visible = (key <= query) & (in_prompt | (key >= starts))
@@ -70,7 +71,7 @@ def is_visible(
 
 
 def sequence_starts(rows: Rows, index: Array) -> tuple[Array, Array]:
-  """The start of each token's sequence, and the length of its prompt if it is in a rollout.
+  """The start of each token's sequence, and the prompt's length if the token is in a rollout.
 
   Args:
     rows: arrays [..., L].

@@ -1,8 +1,8 @@
 """Spectral statistics of a Gram matrix of per-rollout gradients, and projections on subspaces.
 
-A Gram matrix here is K = (g_i · g_j)/B of the B rollouts of a batch: symmetric, positive
-semidefinite. Its eigenvectors are directions in the space of rollouts. Scaling all gradients by the
-same number changes only the eigenvalues.
+A Gram matrix here is K = (g_i · g_j)/B of the gradients g_i of the B rollouts of a batch. It is
+symmetric and positive semidefinite. Its eigenvectors are directions in the space of rollouts.
+Scaling all gradients by the same number changes only the eigenvalues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Spectrum(NamedTuple):
 
 
 def is_usable(gram: Array) -> Array:
-  """Whether a Gram matrix f32[B, B] and its trace are finite and not zero, bool[]."""
+  """Whether a Gram matrix f32[B, B] is finite, and its trace is finite and not 0, bool[]."""
   gram = upcast(gram)
   trace = jnp.trace(gram)
   normal = (trace >= jnp.finfo(gram.dtype).tiny) & jnp.isfinite(trace)
@@ -35,7 +35,7 @@ def is_usable(gram: Array) -> Array:
 
 
 def normalized_gram(gram: Array) -> Array:
-  """The symmetrized Gram matrix, scaled to a mean diagonal of 1; the identity if not usable."""
+  """The symmetrized Gram matrix, scaled to a mean diagonal of 1; the identity if it is unusable."""
   chex.assert_rank(gram, 2)
   gram = upcast(gram)
   # Divide by the trace first: a small trace over B may be a denormal number.
@@ -111,9 +111,10 @@ def effective_rollouts(coefficients: Array, gram: Array) -> Array:
 def subspace_rank(
   eigenvalues: Array, ratio: Array, count: Array, *, scale: float, minimum: int, maximum: int
 ) -> Array:
-  """k = clip(round(scale·PR), minimum, min(maximum, n−1, eigenvalues above 1e-6·λ_max)).
+  """k = clip(round(scale·PR), minimum, min(maximum, n−1, m)).
 
-  If the lower bound exceeds the upper bound, the upper bound applies.
+  PR is `ratio`, and m is the number of eigenvalues above 1e-6 times the largest eigenvalue. If the
+  lower bound exceeds the upper bound, the upper bound applies.
 
   Args:
     eigenvalues: f32[B], descending.
@@ -148,7 +149,7 @@ def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
   """A random orthonormal basis, the columns of f32[B, B].
 
   If `valid`, bool[B], marks n rollouts, the first n columns are 0 at the other rollouts. Up to
-  signs, these columns are uniformly distributed among such bases.
+  signs, these n columns are uniformly distributed among all n orthonormal columns that are 0 there.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]

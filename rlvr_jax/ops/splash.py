@@ -6,8 +6,8 @@ any release; tested with jax 0.7.2 and 0.10.2.
 The kernel compares segment ids for equality only, which would hide a prompt from its rollouts. So a
 segment is a prompt with all its rollouts, and a mask admits only the query's own rollout and its
 prompt. The kernel computes this mask from the query's `q_sequence`: the query's index, its
-rollout's start and its prompt's end, packed into 32 bits. The blocks to run are chosen at run time:
-the tables that the kernel prefetches are traced arrays.
+rollout's start and its prompt's end, packed into 32 bits. The blocks to compute are chosen at run
+time: the tables that the kernel prefetches are traced arrays.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def splash_attention(
   """softmax(q·kᵀ) v within one row, for keys that are visible by `row_blocks.is_visible`.
 
   Args:
-    queries: [N, L, H], times the scale of the scores.
+    queries: [N, L, H], already multiplied by the scale of the scores.
     keys, values: [K, L, H].
     row: arrays [L]; prompts end and rollouts start at multiples of `row_blocks.splash_alignment`.
     window, soft_cap: static; None if the layer has none.
@@ -189,9 +189,10 @@ def splash_cost(
 ) -> SplashCost:
   """The FLOPs and bytes of the kernels for these rows, counted over the steps of their grids.
 
-  A block is fetched if its index differs from the previous step's, and written once per visit.
-  Two operations around the kernels count, since they move as much as an operand: the conversion of
-  the normalizers' layout, and the sum of the partial gradients of the queries.
+  A block of an input is fetched if its index differs from the previous step's. A block of an output
+  is written once for each run of consecutive steps that use it. Two operations around the kernels
+  count, since they move as much as an operand: the conversion of the normalizers' layout, and the
+  sum of the partial gradients of the queries.
 
   Args:
     rows: arrays i32[R, L].

@@ -14,10 +14,10 @@ from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-  """Rewards, groups and lengths of a full batch.
+  """Metrics of the rewards, groups and lengths of a full batch.
 
-  Rewards and solve rates are means over groups of the mean over a group's valid rollouts. Groups
-  without a valid rollout do not count.
+  Rewards and solve rates are averaged over the valid rollouts of each group, then over groups.
+  Groups without a valid rollout do not count.
   """
   valid = batch.valid > 0
   has_valid = jnp.any(valid, axis=1)
@@ -59,7 +59,7 @@ def policy_metrics(
   coefficients: Array,
   sources: tuple[str, ...],
 ) -> Metrics:
-  """The policy's distance from the behavior policy in one micro-batch, and its entropy.
+  """Metrics of one micro-batch: the policy's entropy and distance from the behavior policy.
 
   Args:
     logprobs, entropy: f32[P, G, T], the policy's log-probabilities and entropies.

@@ -2,7 +2,8 @@
 
 In a run with stages, the later updates of a stage train on responses of an old policy. In a rollout
 with advantage A < 0, a *trigger* is a token whose ratio ρ = π/β shows that the current policy would
-not sample this prefix any more. Lowering the probabilities of the tokens after it is meaningless.
+not sample this prefix any more. Lowering the probabilities of tokens after a trigger is
+meaningless.
 Source: μ-GRPO (arXiv:2605.17570).
 """
 
@@ -75,7 +76,7 @@ def negative_advantage_veto(
   trigger: str = "below",
   renormalize: bool = False,
 ) -> Veto:
-  """Makes a transform of any loss that excludes tokens with negative advantage.
+  """A function that sets the losses of some tokens with a negative advantage to 0.
 
   **open** marks our reading where the paper leaves a choice.
 
@@ -87,8 +88,9 @@ def negative_advantage_veto(
       gives the remaining tokens more weight; by default the mask is not changed. **open**.
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
-    aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
-    negative-advantage tokens; `ratios.ratios_by_sign` reports their ratios.
+    aggregate with, metrics). Metrics: veto/token_fraction, the fraction of loss tokens that are
+    vetoed; veto/trigger_rate, the fraction of loss tokens with A < 0 that are triggers.
+    `ratios.ratios_by_sign` reports the ratios of loss tokens with A < 0.
   Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
     (arXiv:2605.17570).
   """

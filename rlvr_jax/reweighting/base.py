@@ -40,8 +40,8 @@ class Reweighting(NamedTuple):
 
     Args:
       coefficients: f32[P, G].
-      gram: f32[B, B], g_i · g_j, rollouts in the order of coefficients.reshape(B); may be None if
-        `needs_gram` is False.
+      gram: f32[B, B], the inner products g_i · g_j of gradient features of the B = P·G rollouts, in
+        the order of coefficients.reshape(B); may be None if `needs_gram` is False.
       valid: bool[P, G].
       key: random key.
     Returns:

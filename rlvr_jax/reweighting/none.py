@@ -6,7 +6,7 @@ from rlvr_jax.reweighting.base import Reweighting
 
 
 def none() -> Reweighting:
-  """Returns the coefficients unchanged."""
+  """A reweighting that returns the coefficients unchanged."""
   return Reweighting(
     apply=lambda coefficients, gram, valid, key: (coefficients, {}), needs_gram=False
   )

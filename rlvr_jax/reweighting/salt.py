@@ -19,7 +19,10 @@ CHANNELS = ("both", "shared", "residual", "amplified")
 
 
 class SaltResult(NamedTuple):
-  """SALT's result for the coefficients A of one block, or of n blocks with a leading axis n."""
+  """SALT's result for the coefficients A of one block, or of n blocks with a leading axis n.
+
+  The symbols are those of `salt`.
+  """
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
@@ -137,12 +140,13 @@ def salt(
 ) -> Reweighting:
   """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
-  P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features, k =
-  clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)) for n valid
-  rollouts. PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of
-  rollouts, α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). A' does not change if all
-  gradients are scaled. A' = A if K is zero or not finite, if no rollout has both a coefficient and
-  a gradient, or if n < 2.
+  A⁺ = max(A, 0). P_k projects onto the top k eigenvectors of the Gram matrix K of a block's
+  gradient features. k = clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, m)), where PR is
+  the participation ratio of K (`ops.spectral`), n the number of valid rollouts, and m the number of
+  eigenvalues above 1e-6 times the largest. α = clip(1 − n_eff, alpha_min, alpha_max), where n_eff
+  is the effective number of rollouts (`ops.spectral`). A' does not change if all gradients are
+  scaled. A' = A if K is zero or not finite, if every rollout has the coefficient 0 or the
+  gradient 0, or if n < 2.
 
   Ablations: alpha_min = alpha_max fixes α, min_rank = max_rank fixes k, and the last four arguments
   select the other ablations.
@@ -202,8 +206,8 @@ def salt(
     blocks, size = coefficients.shape
     if size < 2:
       raise ValueError(
-        f"reweighting 'salt' with scope = {scope!r} got blocks of {size} rollout, and needs 2 or"
-        f" more; set scope to 'batch', or use larger groups"
+        f"reweighting 'salt' needs blocks of 2 or more rollouts, but scope = {scope!r} gives blocks"
+        f" of {size} rollout; set scope to 'batch', or use larger groups"
       )
     assert gram is not None, "needs_gram"
     chex.assert_shape(gram, (blocks, size, size))

@@ -113,13 +113,19 @@ def test_what_does_not_go_together_is_refused():
     (dict(alpha=1.5), "alpha = 1.5"),
     (dict(support="teachers"), "support = 'teachers'"),
     (dict(floor="x"), "floor = 'x' is not a number"),
-    (dict(top_k=3), "top_k = 3 with support = 'all'"),
-    (dict(support="student"), "top_k = 0 with support = 'student'"),
-    (dict(support="student", top_k=2, rest="score", alpha=0.0), "rest = 'score' with alpha"),
+    (dict(top_k=3), "top_k = 3 does not fit support = 'all'"),
+    (dict(support="student"), "top_k = 0 does not fit support = 'student'"),
+    (
+      dict(support="student", top_k=2, rest="score", alpha=0.0),
+      "rest = 'score' needs alpha = 1, but alpha = 0.0",
+    ),
     (dict(support="student", top_k=2, rest="pad"), "rest = 'pad'"),
-    (dict(support="student", top_k=2, rest="score", floor=0.0), "rest = 'score' with floor"),
-    (dict(rest="tail"), "rest = 'tail' with support = 'all', which leaves no rest"),
-    (dict(rest="score"), "rest = 'score' with support = 'all'"),
+    (
+      dict(support="student", top_k=2, rest="score", floor=0.0),
+      "rest = 'score' needs floor = None, but floor = 0.0",
+    ),
+    (dict(rest="tail"), "rest = 'tail' does not fit support = 'all', which leaves no rest"),
+    (dict(rest="score"), "rest = 'score' does not fit support = 'all'"),
   ):
     with pytest.raises(ValueError, match=message):
       Divergence(**fields)

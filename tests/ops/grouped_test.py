@@ -145,7 +145,7 @@ def test_the_implementation_is_that_of_the_platform():
   assert kinds == {"cpu": "blocks", "gpu": "reference", "tpu": "megablox"}
   assert choose("reference", platform="tpu") == "reference"
   assert grouped.choose_products("auto", platform="tpu", dtype="float64") == "reference"
-  with pytest.raises(ValueError, match=r"'megablox' needs a TPU \(platform='cpu'\)"):
+  with pytest.raises(ValueError, match=r"'megablox' needs a TPU \(here: platform='cpu'\)"):
     choose("megablox", platform="cpu")
   with pytest.raises(ValueError, match="compute_dtype='float64'"):
     grouped.choose_products("megablox", platform="tpu", dtype="float64")

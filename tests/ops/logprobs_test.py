@@ -254,7 +254,10 @@ def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
   ("settings", "message"),
   [
     ({"temperature": -1.0}, "temperature=-1.0"),
-    ({"temperature": 1e-38}, "temperature=1e-38; it must be finite and ≥ 0.001"),
+    (
+      {"temperature": 1e-38},
+      "temperature=1e-38; it must be 0, which decodes greedily, or finite and ≥ 0.001",
+    ),
     ({"top_k": -1}, "top_k=-1"),
     ({"top_k": 24}, "0 .off. … 23"),
     ({"top_p": 0.0}, "top_p=0.0"),

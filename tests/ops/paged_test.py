@@ -107,7 +107,10 @@ ABLE = dict(platform="tpu", head_dims=(128,), dtype="bfloat16", plain=True)
     (dict(dtype="float32"), "compute_dtype bfloat16"),
     (dict(head_dims=(128, 64)), "a multiple of 128"),
     (dict(plain=False), "without sliding window"),
-    (dict(cache_format="int8"), r"cache_format='', since its kernel .*\(cache_format='int8'\)"),
+    (
+      dict(cache_format="int8"),
+      r"cache_format='', since its kernel .*\(here: cache_format='int8'\)",
+    ),
   ],
 )
 def test_a_kernel_is_chosen_where_it_can_serve(other, message):

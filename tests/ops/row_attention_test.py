@@ -185,7 +185,9 @@ def test_rows_for_cudnn_are_a_multiple_of_128():
 
 
 def test_cudnn_has_no_soft_cap():
-  with pytest.raises(ValueError, match=r"soft_cap=0\.5: cuDNN's attention has none"):
+  with pytest.raises(
+    ValueError, match=r"soft_cap=0\.5: cuDNN has no soft cap; choose kind = 'reference'"
+  ):
     row_attention(*_inputs(np.float32), scale=0.4, soft_cap=0.5, kind="cudnn")
 
 
@@ -275,7 +277,7 @@ def test_what_cudnn_does_not_support_is_named(changed, named):
   "changed, named",
   [
     (dict(head_dims=(64, 640)), "head_dim=640"),
-    (dict(head_dims=(256, 512), dtype="float32"), "(head_dim=512, compute_dtype='float32'"),
+    (dict(head_dims=(256, 512), dtype="float32"), "(here: head_dim=512, compute_dtype='float32'"),
     (dict(head_dims=(256, 512), row_length=2**15 + 1024), "row length 33792)"),
     (dict(dtype="float64"), "compute_dtype='float64'"),
     (dict(row_length=9000), "row length 9000"),

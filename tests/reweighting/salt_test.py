@@ -289,7 +289,7 @@ def test_the_result_is_a_constant_for_differentiation_where_eigenvalues_coincide
 
 def test_one_rollout_is_an_error_with_a_remedy():
   rule = reweighting.salt(scope="group")
-  with pytest.raises(ValueError, match=r"scope = 'group' got blocks of 1 .*set scope to 'batch'"):
+  with pytest.raises(ValueError, match=r"scope = 'group' gives blocks of 1 .*set scope to 'batch'"):
     blocks = jnp.ones((4, 1)), jnp.ones((4, 1, 1)), jnp.ones((4, 1), bool)
     jax.jit(rule.apply)(*blocks, jax.random.key(0))
 

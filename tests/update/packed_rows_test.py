@@ -181,7 +181,9 @@ def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
   network = preset("gemma2_2b", attention="cudnn", compute_dtype="bfloat16", head_dim=128)
-  with pytest.raises(ValueError, match=r"needs scores without a soft cap \(attention_soft_cap=50"):
+  with pytest.raises(
+    ValueError, match=r"needs scores without a soft cap \(here: attention_soft_cap=50"
+  ):
     choose_row_attention(network, mesh, batch_shape(base.get_config()), tokens_per_row=0)
 
 

@@ -47,7 +47,7 @@ HERE = r"here \[P, G, T\] = \[8, 4, 4\]$"
 MISTAKES = [
   ("loss", "per_rollout", rf"returns \(float32\[8, 4\], float32\[8, 4, 4\]\); it must .*{HERE}"),
   ("loss", "one_array", rf"token_loss returns float32\[8, 4, 4\]; it must return \(losses.*{HERE}"),
-  ("loss", "odd_clipped", rf"float32\[\]\); .* \[P, G, T\], \[P, G, 1\] or False; {HERE}"),
+  ("loss", "odd_clipped", rf"float32\[\]\); .* \[P, G, T\] or \[P, G, 1\], or is False; {HERE}"),
   (
     "loss",
     "branch",
