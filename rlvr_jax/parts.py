@@ -280,7 +280,10 @@ def gram_of_head(
   P, G, T = _check_shape("mask", mask, "P", "G", "T")
   _check_shape("hidden", hidden, "P", "G", "T", "D", P=P, G=G, T=T, D=D)
   if not route.needs_forward:
-    raise ValueError("this route runs a model again; use gram_of_gradients, or streaming()")
+    raise ValueError(
+      "this route runs the model again, but gram_of_head has no model; use gram_of_gradients, or"
+      " streaming()"
+    )
   batch, head = batch_of(mask, tokens=tokens), Head(kernel)
   flat = hidden.reshape(P * G, T, -1)
   projection = None if route.projection is None else route.projection(kernel.shape[1])

@@ -62,8 +62,8 @@ def make_compiler_options(
       return given or None
     if given and (reason := _refusal(given, mesh)):
       raise ValueError(
-        f"{field}: the compiler for {mesh.devices.flat[0].device_kind} does not accept it:"
-        f" {reason}; remove the option, or run where it exists"
+        f"{field}: the compiler for {mesh.devices.flat[0].device_kind} refuses an option: {reason};"
+        " remove the option, or run on a device whose compiler accepts it"
       )
     return {**_defaults(kind, mesh), **given} or None
 

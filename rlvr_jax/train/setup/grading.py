@@ -284,7 +284,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   if 0 < settings.max_reply_length < least:
     raise ValueError(
       f"config.environment.max_reply_length = {settings.max_reply_length}: the note that a reply"
-      f" was cut has {least} tokens; set at least as many, or 0 for no limit"
+      f" was cut has {least} tokens; set max_reply_length to at least {least}, or to 0 for no limit"
     )
   try:
     tokenizer.check_turns((), settings.stop_strings)
@@ -445,7 +445,7 @@ def make_grading(
   if overlong.buffer > shape.max_response_length:
     raise ValueError(
       f"config.overlong.buffer = {overlong.buffer} tokens is more than"
-      f" config.max_response_length = {shape.max_response_length}; lower it"
+      f" config.max_response_length = {shape.max_response_length}; lower the buffer"
     )
   return Grading(
     tokenizer=tokenizer,

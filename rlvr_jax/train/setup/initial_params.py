@@ -34,8 +34,8 @@ def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
   if not settings.rank:
     if settings.adapters:
       raise ValueError(
-        f"config.lora.adapters = {settings.adapters!r} but config.lora.rank = 0; set rank and alpha"
-        " to the values of the adapters"
+        f"config.lora.adapters = {settings.adapters!r} needs config.lora.rank > 0, but it is 0; set"
+        " config.lora.rank and config.lora.alpha to the values of these adapters"
       )
     return None
   try:
@@ -131,7 +131,8 @@ class InitialParams:
     if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
       raise ValueError(
         f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, but"
-        f" config.lora has {settings.rank} and {settings.alpha}; set it to the adapters' values"
+        f" config.lora has rank {settings.rank} and alpha {settings.alpha}; set config.lora.rank"
+        " and config.lora.alpha to the adapters' values"
       )
     try:
       peft.check_adapters(adapters, settings, network)

@@ -88,8 +88,8 @@ def limit_lengths(
   if warm_starts:
     if not len(task.warm_start):
       raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
-        " warm_start_size, or config.warm_start.num_steps = 0"
+        "config.warm_start.num_steps > 0 needs demonstrations, but the task has no demonstrations;"
+        " set the task's warm_start_size, or config.warm_start.num_steps = 0"
       )
     check("warm-start", task.warm_start)
     encode_demonstrations(_all(task.warm_start), tokenizer, shape.max_response_length)

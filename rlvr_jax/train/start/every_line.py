@@ -66,9 +66,9 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
     warn(f"the grader exceeds its time limit on {_describe(slow, count)}")
   if faults:
     raise GraderStartError(
-      f"the grader does not fit {_describe(faults, count)}. A problem's reference answer must be"
-      " correct, and no text may crash a grader: correct these lines, leave them out, or set"
-      " another grader"
+      f"the grader does not fit {_describe(faults, count)}. A grader must grade a problem's"
+      " reference answer as correct, and must not crash on any text: correct these lines, leave"
+      " them out, or set another grader"
     )
   if (seconds := time.monotonic() - began) > _SAY_FROM_S:
     say(f"graded {count} problems in {seconds:.0f} s")

@@ -137,8 +137,8 @@ def find_resumable(
   if checkpointer.steps():
     raise StoreError(
       f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
-      " no checkpoint is old enough to sample them again. Put them back, or start again in another"
-      " --workdir"
+      " there is no checkpoint from which the run can sample them again. Put back copies of these"
+      " rollouts, or start again in another --workdir"
     )
   return None
 

@@ -42,9 +42,9 @@ def read_rows(workdir: Path) -> RowTokens | None:
       return RowTokens(**{name: record[name] for name in RowTokens._fields})
     except (OSError, ValueError) as error:
       raise WorkdirError(
-        f"{path}, which records the rows of this run, cannot be read: {error}. Put back a"
-        " copy, or remove it: then rows are chosen for the next batch, and results differ by"
-        " rounding"
+        f"{path}, which records the rows of this run, cannot be read: {error}. Put back a copy of"
+        " this file, or remove the file: then rows are chosen for the next batch, and results"
+        " differ by rounding"
       ) from error
   if not (workdir / "config.json").exists():
     return None
