@@ -88,7 +88,8 @@ def batch_of(
     policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
       need them.
     squared_probabilities: f32[P, G, T], Σ_v π(v)² at each sampled token; `otb` needs them.
-    squared_norms: f32[P, G], ‖g_i‖², such as the diagonal of `gram_of_head`; `opob` needs them.
+    squared_norms: f32[P, G], the squared norm of each rollout's gradient, such as the diagonal of
+      `gram_of_head`; `opob` needs them.
   Raises:
     ValueError: an array has another shape.
   """
@@ -311,7 +312,7 @@ class _HeadOnly:
 
 
 def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts: Any) -> Array:
-  """Inner products f32[B, B] of the gradients of a function of one rollout; for small models.
+  """Inner products f32[B, B] of a function's gradients on each rollout; for small models.
 
   Stores all gradients, [B, N] for N parameters.
 

@@ -1,4 +1,4 @@
-"""The gradients of several recipes on the same recorded rollouts, fresh and stale."""
+"""Gradients of several recipes on the same recorded rollouts, at parameters of several updates."""
 
 from __future__ import annotations
 

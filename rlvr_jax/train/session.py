@@ -271,7 +271,7 @@ def logged_run(parts: Parts) -> LoggedRun:
 
 @contextlib.contextmanager
 def report_shutdown(remedy: str) -> Iterator[None]:
-  """Prints the phase in which shutdown was requested, and a remedy, after all files are closed."""
+  """Context that, if shutdown was requested, prints the phase and `remedy` at its end."""
   try:
     yield
   except EndRequestedError as error:

@@ -1,4 +1,4 @@
-"""Makes the policies that sample a batch from `config.sources`."""
+"""Makes the policies that sample a batch, as `config.sources` describes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_sampling(
     vocab_size: V.
     allow_truncated: `config.allow_truncated_behavior`.
   Raises:
-    ValueError: sampling is greedy, or truncated without being allowed.
+    ValueError: sampling is greedy, or is truncated although `allow_truncated` is False.
   """
   sampling = sampling_of(settings)
   check_sampling("config.sampling", sampling, vocab_size)
@@ -332,7 +332,8 @@ def max_gap(
 ) -> float:
   """The `Source.max_gap` of a source that samples with the policy's own parameters.
 
-  Dividing logits by a temperature below 1 also divides their differences by it.
+  Below temperature 1 the result is larger: dividing logits by the temperature also divides their
+  differences by it.
 
   Args:
     configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.

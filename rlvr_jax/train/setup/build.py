@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration; all errors are found before compilation."""
+"""Builds the parts of a run from its configuration; finds all errors in it before compilation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ _MAX_PLANNED = 10_000  # updates for which a schedule is checked at the start
 class Parts:
   """The components that `build` makes of a configuration. Nothing is placed on a device yet.
 
-  Only entry points of programs hold this record; other functions get the parts that they use.
+  Only outer functions, such as `open_session`, take this record; other functions take only the
+  parts that they use.
   """
 
   config: ml_collections.ConfigDict
@@ -131,7 +132,7 @@ class Parts:
 
   @property
   def training_grading(self) -> Grading:
-    """The grading of training rollouts, whose records have the fields that a teacher needs."""
+    """The grading of training rollouts; it also records the fields that a teacher needs."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
@@ -363,7 +364,7 @@ def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
 
 
 def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
-  """Number of full-length groups that fill a micro-batch on every device."""
+  """Number of full-length groups that fit into a micro-batch; at least one for each device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
   groups = max(layout.device_places // group, 1)
   devices: int = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -399,9 +400,9 @@ def make_compared(
 ) -> PlacedModel:
   """The model whose log-probabilities are compared with the sampler's.
 
-  It is the model of updates if the sampler uses the same devices. Separate devices have only the
-  sampler's copy of the parameters. On these devices the forward pass of updates runs on a mesh that
-  splits no key/value head.
+  If the sampler uses the devices of updates, this is the model of updates. Otherwise this model
+  runs on the sampler's devices, with the sampler's copy of the parameters, and its mesh splits no
+  key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -586,7 +587,7 @@ def make_needed_gram(
   reweighter: reweighting.Reweighting,
   advantage: advantages.Advantage,
 ) -> geometry.GramFn | None:
-  """The Gram matrix of `config.gram`, if the reweighting or the advantage needs one.
+  """The function of `config.gram`; None if neither reweighting nor advantage needs a Gram matrix.
 
   Args:
     name, advantage_name: `config.gram` and `config.advantage`.

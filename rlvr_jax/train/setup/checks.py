@@ -39,7 +39,8 @@ _AT_LEAST_ONE = {
 def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   """Raises ValueError if batches do not split over a mesh, or a number of a run is out of range.
 
-  It compares sections with the mesh, and checks the ranges of the fields in `_AT_LEAST_ONE`.
+  The numbers are the fields in `_AT_LEAST_ONE`, the seeds, `generation_deadline_s`,
+  `evaluation.ks`, and the tokens of a batch.
   """
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
@@ -98,7 +99,7 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
-  """Raises ValueError unless heads, or copies of key/value heads, can be split over `tensor`."""
+  """Raises ValueError unless `sampling_splits`; the message begins with `owner`."""
   if not sampling_splits(network, tensor):
     heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
@@ -109,7 +110,7 @@ def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) ->
 
 
 def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
-  """Whether heads, or copies of key/value heads, can be split over `tensor` devices."""
+  """Whether `tensor` devices can split all heads; key/value heads may be copied for this."""
   return all(
     heads.queries % tensor == 0 and (heads.keys % tensor == 0 or tensor % heads.keys == 0)
     for heads in network.heads

@@ -218,7 +218,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   name = near.partition("; ")[0].strip("'")
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
-    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list its"
+    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list the"
     " fields; only task.kwargs and model.overrides take other fields)"
   )
 

@@ -75,7 +75,7 @@ class Engines:
     shape: the shape of the largest batch.
     tokenizer: the tokenizer of the run.
     trainer: the trainer of the run.
-    batches: number of batches sampled in one refresh, the sampling between two policies.
+    batches: number of batches sampled in one refresh, that is, with one policy.
     deadline_s: seconds without progress after which the process ends.
     compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.

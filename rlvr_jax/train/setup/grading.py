@@ -107,7 +107,7 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   Args:
     settings: `config.grading`, the graders of training.
     held_out_grader: `config.evaluation.grader`.
-    task: the task, whose own grader is used if the field is empty.
+    task: the task; its own grader is used if `settings.grader` or `held_out_grader` is empty.
   Raises:
     ValueError: a number is out of range, a grader is unknown or does not take its hyper-parameters,
       or a weight is not a number. A user's module is checked by the pool, whose workers import it.
@@ -299,7 +299,7 @@ def start_pools(
   tokenizer: Tokenizer,
   enter: Enter,
 ) -> tuple[GraderPool, EnvironmentPool | None]:
-  """Starts the processes of graders and environments, for the arguments of `make_answers`.
+  """Starts the processes of graders and environments, which `make_answers` takes.
 
   Args:
     grading: `config.grading`.
@@ -350,7 +350,7 @@ def check_first_dialogue(
 
   Args:
     outcome_policy: the rewards of outcomes.
-    pool: the result of `start_pools`; None except on the first process.
+    pool: the environments from `start_pools`; None if there are none on this process.
     task: the task of the run.
   Returns:
     A text that says how the environment answered; "" without a pool.

@@ -38,7 +38,7 @@ def describe_long_texts(
 
   Args:
     checkpoint: a folder in Hugging Face's layout, which states the supported length; "" for none.
-    shape: sizes of the largest batch, with the limit on prompts that this network reads.
+    shape: sizes of the largest batch; its `max_prompt_length` limits this network's prompts.
     network: a text "field = value" that names the network in the warning; None:
       `config.model.checkpoint` and its value.
     prompts: the field that limits the prompts.

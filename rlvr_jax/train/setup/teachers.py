@@ -86,7 +86,7 @@ class Teacher(NamedTuple):
 
 
 class TeacherPrompts(NamedTuple):
-  """The prompts of a teacher that reads more than the policy, before the same responses.
+  """The prompts of a teacher that reads more than the policy does; the responses are the same.
 
   Attributes:
     tokenizer: the tokenizer of the run.
@@ -321,7 +321,10 @@ def describe_long_teachers(
 
 
 def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
-  """The record fields for a problem's teacher: "teacher", its name, and "privileged", a text.
+  """The fields to record for the teacher of a problem, by name.
+
+  They are "teacher", the teacher's name, if `by` is set, and "privileged", a text, if `privileged`
+  is set.
 
   Args:
     settings: `config.teacher`.

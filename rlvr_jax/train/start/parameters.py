@@ -186,6 +186,7 @@ def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
   differing = {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
   if differing:
     raise CheckpointError(
-      f"the run of {path.parent} has another network, adapters or tokenizer; field: (value in that"
-      f" run, value in this configuration): {differing}. Set these fields to that run's values"
+      f"the run of {path.parent} has another network, adapters or tokenizer. Differing fields, each"
+      f" with (that run's value, this configuration's value): {differing}. Set them to that run's"
+      " values"
     )

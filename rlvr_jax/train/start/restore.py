@@ -37,7 +37,7 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The sources, with the checkpoint and batches of other runs with which this run began.
+  """The run's sources, which use the same checkpoint and batches of other runs as when it began.
 
   Args:
     sources: the sources made from the present configuration.
@@ -105,14 +105,15 @@ def find_resumable(
 
   Later checkpoints are removed; damaged checkpoints are renamed on a disk, and removed in a bucket.
   From an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again
-  with the same policy, and reads other batches from the store.
+  with the same policy, and reads other batches from the store. If sampling goes on during updates,
+  pending rollouts may be damaged, since any policy may sample them again.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.
     abstract: shapes, dtypes and shardings of the train state.
     layout: the layout of this start, from `describe_layout`.
   Raises:
-    StoreError: no checkpoint is old enough to sample the damaged batches again.
+    StoreError: there is no checkpoint from which the run can sample the damaged batches again.
     TornCheckpointError: all checkpoints are damaged.
   """
   for restored in checkpointer.intact(abstract):
