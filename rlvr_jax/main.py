@@ -3,9 +3,10 @@
   rlvr_jax --config=quickstart --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
-tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
-docs/sweeps.md, and for --mode=view docs/view.md. The package contains these pages.
+workdir resumes a run that was stopped or killed. The package contains a page on each mode: for
+--mode=eval docs/evaluation.md, for export docs/checkpoints.md, for fits, costs and tune
+docs/costs.md, for check and Cloud TPUs docs/tpu.md, for sweep docs/sweeps.md, for sample
+docs/fleet.md, and for view docs/view.md.
 
 On several hosts, run the same command on each host with --distributed and a workdir that all hosts
 can access. If the cluster does not identify the processes, use --coordinator, --num_processes and

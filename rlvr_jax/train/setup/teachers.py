@@ -189,10 +189,11 @@ def make_teaching(
   if made.divergence is not None and (named or settings.privileged):
     field = "checkpoints" if named else "privileged"
     raise ValueError(
-      f"config.distillation = {name!r} compares whole distributions in the update, for which"
-      f" {'a single teacher' if named else 'a teacher with the same prompt as the policy'} is"
-      f" needed; set config.teacher.{field} = {() if named else ''!r}, or choose a distillation"
-      " that compares only sampled tokens, such as 'opd'"
+      f"config.distillation = {name!r} compares whole distributions in the update, and"
+      f"{' has only one teacher, config.teacher.checkpoint' if named else ''}"
+      f"{'' if named else ' its teacher must read the prompt of the policy'}; set"
+      f" config.teacher.{field} = {() if named else ''!r}, or choose a distillation that compares"
+      " only sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
   return Teaching(made, settings.weight, settings.reward_weight, temperature, names)
@@ -229,14 +230,14 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     f"checkpoints = {settings.checkpoints} has a name twice; rename one": len(named)
     < len(settings.checkpoints),
     f"by = {settings.by!r} and checkpoints = {settings.checkpoints} are of use only together; set"
-    " both or neither: in by the field of a problem's line that names its teacher, in checkpoints"
-    " pairs (name, checkpoint)": bool(settings.by) != bool(named),
+    " both or neither. by is the field of a problem's line that names the problem's teacher;"
+    " checkpoints are pairs (name, checkpoint)": bool(settings.by) != bool(named),
     f"checkpoint = {POLICY!r} without privileged is the student itself; set privileged, or choose"
     " another teacher": POLICY in teachers and not settings.privileged,
     f"prompt = {settings.prompt!r} lacks {{privileged}}; put {{privileged}} where the teacher is to"
     " read that text": (settings.privileged and "{privileged}" not in settings.prompt),
     f"max_prompt_length = {settings.max_prompt_length} and privileged = {settings.privileged!r} are"
-    " of use only together; set both or neither: max_prompt_length is the most tokens of the"
+    " of use only together; set both or neither. max_prompt_length is the most tokens of the"
     " teacher's prompt": bool(settings.privileged) != bool(settings.max_prompt_length),
   }
   check_reasons("config.teacher: ", reasons)

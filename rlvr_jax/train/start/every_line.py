@@ -28,9 +28,9 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
   """Grades two answers to every problem: an empty answer, and the reference answer.
 
   The reference answer must be graded as correct. It is graded only if `right_completion` gives a
-  completion for it. If problems are
-  generated when sampled, only the first problems are graded. With a user's own grader, which may be
-  slow, no more gradings begin after some seconds. Each of several processes grades its share.
+  completion for it. If problems are generated when sampled, only the first problems are graded.
+  With a user's own grader, which may be slow, no more gradings begin after some seconds. Each of
+  several processes grades its share.
 
   Returns:
     The number of problems that were graded.

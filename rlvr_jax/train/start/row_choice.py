@@ -51,11 +51,10 @@ def choose_row_layout(
 ) -> RowLayout:
   """The layout in which batches with lengths such as these are computed fastest.
 
-  It packs the batch of these lengths, and batches drawn from its groups, some with longer
-  responses. Among
-  layouts with little padding, it takes the layout with the least cost. A position costs 1, or more
-  in long rows whose attention computes all scores; a micro-batch adds the cost of a fixed number of
-  positions.
+  The function packs the batch of these lengths, and batches drawn from its groups, some with longer
+  responses. Among layouts with little padding, it takes the layout with the least cost. A position
+  costs 1, or more in long rows whose attention computes all scores; a micro-batch adds the cost of
+  a fixed number of positions.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.

@@ -204,7 +204,10 @@ REFUSED |= {  # fields that do not go together
   "itself": (fields("policy"), "the student itself"),
   "no place": (fields(**PRIVILEGED, teacher__prompt="{question}"), "lacks {privileged}"),
   "no length": (fields(teacher__privileged="hint"), "max_prompt_length = 0"),
-  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "same prompt as the policy"),
+  "whole distributions": (
+    fields(distillation="kl", **PRIVILEGED),
+    "its teacher must read the prompt of the policy",
+  ),
   "dialogues": (fields(**PRIVILEGED, environment__name="guess"), "environment"),
 }
 
