@@ -3,10 +3,15 @@
   rlvr_jax --config=quickstart --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. The package contains a page on each mode: for
---mode=eval docs/evaluation.md, for export docs/checkpoints.md, for fits, costs and tune
-docs/costs.md, for check and Cloud TPUs docs/tpu.md, for sweep docs/sweeps.md, for sample
-docs/fleet.md, and for view docs/view.md.
+workdir resumes a run that was stopped or killed. Pages in the package explain the other modes:
+
+  --mode=eval                docs/evaluation.md
+  --mode=export              docs/checkpoints.md
+  --mode=fits, costs, tune   docs/costs.md
+  --mode=check               docs/tpu.md, which also explains Cloud TPUs
+  --mode=sample              docs/fleet.md
+  --mode=sweep               docs/sweeps.md
+  --mode=view                docs/view.md
 
 On several hosts, run the same command on each host with --distributed and a workdir that all hosts
 can access. If the cluster does not identify the processes, use --coordinator, --num_processes and

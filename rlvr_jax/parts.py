@@ -162,9 +162,9 @@ def advantages_of(
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
     valid: bool[P, G], False for rollouts on which your grader failed: they get the coefficient 0
       and do not affect other rollouts. Set their loss mask to 0, too. None: all rollouts are valid.
-    turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
+    turns, turn_scores: [P, G, T], for `mt_grpo` only, which then needs `mask`; see `batch_of`.
     rewards_by_name: f32[P, G, K], for `gdpo` only.
-    behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, with the mask.
+    behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, which also need `mask`.
     squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
     squared_norms: f32[P, G], for `opob` only; see `batch_of`.
     state: state of the estimator, for `fade` only: `estimator.init(entropy)` for the first batch,

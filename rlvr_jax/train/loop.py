@@ -2,8 +2,8 @@
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
-The order within a step is fixed, so that a killed and resumed run repeats an uninterrupted run bit
-for bit, on the same kind of machine with the same versions. A warm start, if any, comes before this
+The order within a step is fixed. So a killed and resumed run repeats an uninterrupted run bit for
+bit, on the same kind of machine with the same versions. A warm start, if any, comes before this
 loop.
 """
 
@@ -47,7 +47,7 @@ class RunState(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """The schedule of a run: when it evaluates, saves and ends."""
+  """When a run samples, saves and ends, and what it keeps."""
 
   num_updates: int
   schedule: Schedule
@@ -59,9 +59,9 @@ class Plan(NamedTuple):
   def saves(self, step: int) -> bool:
     """Whether the run is saved after this many updates.
 
-    Besides every `save_every` updates, the run is saved before a refresh that samples more than
-    `save_every` batches: if a batch is damaged, a resumed run samples it again from that
-    checkpoint.
+    The run is saved every `save_every` updates, and before a refresh that samples more than
+    `save_every` batches. If one of these batches is damaged, a resumed run samples it again from
+    that checkpoint.
     """
     if step % self.save_every == 0:
       return True
@@ -75,7 +75,7 @@ class Run:
   """The objects of a run that the training loop uses.
 
   Attributes:
-    plan: when the run evaluates, saves and ends.
+    plan: when the run samples, saves and ends.
     programs: the jitted functions.
     rows: the row layout of the run's rollouts.
     frozen: the parameters that are not trained.

@@ -124,7 +124,7 @@ def _drop(
   if len(source) and not len(short):
     raise ValueError(
       f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
-      " tokens; raise it"
+      " tokens; raise this limit"
     )
   if len(short) < len(source):
     logging.info(

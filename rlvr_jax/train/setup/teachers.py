@@ -141,8 +141,8 @@ def make_teaching(
     loss: `config.loss`, and the loss that it names.
   Raises:
     ValueError: there is a teacher without distillation or distillation without a teacher, a number
-      is out of range, fields do not go together, or the distillation gives each token its own
-      advantage, but the loss takes one coefficient per response.
+      is out of range, or fields do not go together. Or the distillation gives each token its own
+      advantage, while the loss takes one coefficient per response.
   """
   made = specs.make("config.distillation", distillation, name, distillation.Distillation)
   if not made.distills:
