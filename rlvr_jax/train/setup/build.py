@@ -603,7 +603,7 @@ def make_needed_gram(
   if needs_norms and gram.feature != "score":
     raise ValueError(
       f"config.advantage = {advantage_name!r} needs the norms of gradients, but config.gram ="
-      f" {name!r} computes them for feature = {gram.feature!r}, which is not the gradient; set"
+      f" {name!r} computes norms of the feature {gram.feature!r}, which is not the gradient; set"
       " config.gram = 'streaming'"
     )
   return gram

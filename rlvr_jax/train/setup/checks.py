@@ -99,7 +99,7 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
-  """Raises ValueError unless `sampling_splits`; the message begins with `owner`."""
+  """Raises ValueError unless `sampling_splits` is true; the message begins with `owner`."""
   if not sampling_splits(network, tensor):
     heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
@@ -110,7 +110,7 @@ def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) ->
 
 
 def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
-  """Whether `tensor` devices can split all heads; key/value heads may be copied for this."""
+  """Whether all heads can be divided among `tensor` devices; key/value heads may be copied."""
   return all(
     heads.queries % tensor == 0 and (heads.keys % tensor == 0 or tensor % heads.keys == 0)
     for heads in network.heads
@@ -138,13 +138,13 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
     reasons = {
       f"config.schedule = {name!r} does not sample during updates; set config.schedule ="
       " 'asynchronous(max_lag=4)'": not schedule.threaded,
-      "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
-      " assembled, in the trainer; set recorded = 'sampled'": is_raw,
+      "config.sources.temperature.recorded = 'raw' needs the policy's parameters at the time of"
+      " sampling, which a fleet's trainer does not keep; set recorded = 'sampled'": is_raw,
       "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
         config.sources.recorded.fraction == 1.0
       ),
       f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, while a"
-      " fleet's sampler samples on every device that it has; set"
+      " fleet's sampler samples on the devices of config.mesh; set"
       " config.generation_mesh.same_devices = True, or all axes of config.generation_mesh to 0": (
         is_separate
       ),
@@ -205,7 +205,8 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
     if own != theirs:
       raise ValueError(
         f"config.{name} = {own!r}, but {theirs!r} in the run {recorded.name!r}, which"
-        f" config.schedule repeats; set config.{name.partition(':')[0]} as in that run"
+        f" config.schedule repeats; set config.{name.partition(':')[0]}"
+        f" {'as in that run' if ':' in name else f'to {theirs!r}'}"
       )
 
 
@@ -229,7 +230,7 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
       " to 0": recorded,
       f"config.overlong.buffer = {buffer} shapes only the sum of rewards; set it to 0": buffer,
     }
-    check_reasons(f"{owner} needs a reward of each grader, but ", reasons, remedy=another)
+    check_reasons(f"{owner} needs one reward from each grader, but ", reasons, remedy=another)
   if advantage.needs_binary:
     shaped = shaped_outcomes(grading.outcome_policy)
     reasons = {

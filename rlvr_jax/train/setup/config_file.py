@@ -55,7 +55,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """Parses all flags; an error in flags or configuration ends the process with a message.
 
   The program's flag for the configuration must be called config. If this flag is missing, an
-  evaluation or an export uses the configuration of the run in --checkpoint.
+  evaluation or an export uses the configuration of the run that --checkpoint names.
   """
   try:
     argv = _with_config_of_run(argv)

@@ -278,7 +278,7 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens, since a prompt
   is computed once in each row that has rollouts of it. On TPUs the last micro-batches may have
-  short rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
+  short rows, see `rollouts.packing`; elsewhere all rows are whole.
 
   Args:
     settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, it becomes the result of

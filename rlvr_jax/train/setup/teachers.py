@@ -190,7 +190,7 @@ def make_teaching(
     field = "checkpoints" if named else "privileged"
     raise ValueError(
       f"config.distillation = {name!r} compares whole distributions in the update, and"
-      f"{' has only one teacher, config.teacher.checkpoint' if named else ''}"
+      f"{' takes only the teacher that config.teacher.checkpoint names' if named else ''}"
       f"{'' if named else ' its teacher must read the prompt of the policy'}; set"
       f" config.teacher.{field} = {() if named else ''!r}, or choose a distillation that compares"
       " only sampled tokens, such as 'opd'"
@@ -235,7 +235,7 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     f"checkpoint = {POLICY!r} without privileged is the student itself; set privileged, or choose"
     " another teacher": POLICY in teachers and not settings.privileged,
     f"prompt = {settings.prompt!r} lacks {{privileged}}; put {{privileged}} where the teacher is to"
-    " read that text": (settings.privileged and "{privileged}" not in settings.prompt),
+    " read the privileged text": (settings.privileged and "{privileged}" not in settings.prompt),
     f"max_prompt_length = {settings.max_prompt_length} and privileged = {settings.privileged!r} are"
     " of use only together; set both or neither. max_prompt_length is the most tokens of the"
     " teacher's prompt": bool(settings.privileged) != bool(settings.max_prompt_length),

@@ -137,7 +137,7 @@ class WantsNothing:
     (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
     (
       dict(generation_mesh__data=1),
-      r"has devices of its own, while a fleet's sampler samples on every device that it has",
+      r"has devices of its own, while a fleet's sampler samples on the devices of config\.mesh",
     ),
     (
       dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
