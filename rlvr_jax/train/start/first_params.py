@@ -32,7 +32,7 @@ def load_from_other_run(
   writer: MetricWriter,
   checkpointer: Checkpointer,
 ) -> Params:
-  """The parameters of another run's policy; saves them, so that a resumed run needs no other run.
+  """Loads and saves the policy of another run; a resumed run no longer needs the other run.
 
   Args:
     start: `config.start`.

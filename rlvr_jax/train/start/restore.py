@@ -37,7 +37,7 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The run's sources, which use the same checkpoint and batches of other runs as when it began.
+  """The run's sources, with the same checkpoint and batches of other runs as when the run began.
 
   Args:
     sources: the sources made from the present configuration.
@@ -113,7 +113,8 @@ def find_resumable(
     abstract: shapes, dtypes and shardings of the train state.
     layout: the layout of this start, from `describe_layout`.
   Raises:
-    StoreError: there is no checkpoint from which the run can sample the damaged batches again.
+    StoreError: the run can go on from no intact checkpoint: each time, pending batches are damaged,
+      or the next batches need earlier policies.
     TornCheckpointError: all checkpoints are damaged.
   """
   for restored in checkpointer.intact(abstract):
@@ -137,9 +138,10 @@ def find_resumable(
     )
   if checkpointer.steps():
     raise StoreError(
-      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
-      " there is no checkpoint from which the run can sample them again. Put back copies of these"
-      " rollouts, or start again in another --workdir"
+      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, or"
+      " need earlier policies, and there is no checkpoint from which the run can sample them again."
+      " Put back copies of damaged or missing rollouts and checkpoints, or start again in another"
+      " --workdir"
     )
   return None
 

@@ -43,7 +43,7 @@ def read_rows(workdir: Path) -> RowTokens | None:
     except (OSError, ValueError) as error:
       raise WorkdirError(
         f"{path}, which records the rows of this run, cannot be read: {error}. Put back a copy of"
-        " this file, or remove the file: then rows are chosen for the next batch, and results"
+        " this file, or remove it: then rows are chosen for the next batch, and results"
         " differ by rounding"
       ) from error
   if not (workdir / "config.json").exists():
