@@ -271,7 +271,10 @@ def logged_run(parts: Parts) -> LoggedRun:
 
 @contextlib.contextmanager
 def report_shutdown(remedy: str) -> Iterator[None]:
-  """Context that, if shutdown was requested, prints the phase and `remedy` at its end."""
+  """Context that prints the message of an `EndRequestedError`, and `remedy`, and raises it again.
+
+  Files that are opened within this context are closed before it prints.
+  """
   try:
     yield
   except EndRequestedError as error:
