@@ -3,9 +3,16 @@
   rlvr_jax --config=quickstart --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. For --mode=eval, export, fits, costs and
-tune see docs/costs.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep
-docs/sweeps.md, and for --mode=view docs/view.md. The package contains these pages.
+workdir resumes a run that was stopped or killed. Pages in the package explain the other modes:
+
+  --mode=eval          docs/evaluation.md
+  --mode=export        docs/checkpoints.md
+  --mode=fits, costs   docs/costs.md
+  --mode=tune          docs/tuning.md
+  --mode=check         docs/install.md; docs/tpu.md for Cloud TPUs
+  --mode=sample        docs/fleet.md
+  --mode=sweep         docs/sweeps.md
+  --mode=view          docs/view.md
 
 On several hosts, run the same command on each host with --distributed and a workdir that all hosts
 can access. If the cluster does not identify the processes, use --coordinator, --num_processes and

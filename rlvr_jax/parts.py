@@ -88,7 +88,8 @@ def batch_of(
     policy_logprobs: f32[P, G, T], nats, of the trained policy before the update; `otb` and `opob`
       need them.
     squared_probabilities: f32[P, G, T], Σ_v π(v)² at each sampled token; `otb` needs them.
-    squared_norms: f32[P, G], ‖g_i‖², such as the diagonal of `gram_of_head`; `opob` needs them.
+    squared_norms: f32[P, G], the squared norm of each rollout's gradient, such as the diagonal of
+      `gram_of_head`; `opob` needs them.
   Raises:
     ValueError: an array has another shape.
   """
@@ -161,9 +162,9 @@ def advantages_of(
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
     valid: bool[P, G], False for rollouts on which your grader failed: they get the coefficient 0
       and do not affect other rollouts. Set their loss mask to 0, too. None: all rollouts are valid.
-    turns, turn_scores: [P, G, T], for `mt_grpo` only, with the mask; see `batch_of`.
+    turns, turn_scores: [P, G, T], for `mt_grpo` only, which then needs `mask`; see `batch_of`.
     rewards_by_name: f32[P, G, K], for `gdpo` only.
-    behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, with the mask.
+    behavior_logprobs, policy_logprobs: f32[P, G, T], for `otb` and `opob`, which also need `mask`.
     squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
     squared_norms: f32[P, G], for `opob` only; see `batch_of`.
     state: state of the estimator, for `fade` only: `estimator.init(entropy)` for the first batch,
@@ -280,7 +281,10 @@ def gram_of_head(
   P, G, T = _check_shape("mask", mask, "P", "G", "T")
   _check_shape("hidden", hidden, "P", "G", "T", "D", P=P, G=G, T=T, D=D)
   if not route.needs_forward:
-    raise ValueError("this route runs a model again; use gram_of_gradients, or streaming()")
+    raise ValueError(
+      "this route runs the model again, but gram_of_head has no model; use gram_of_gradients, or"
+      " streaming()"
+    )
   batch, head = batch_of(mask, tokens=tokens), Head(kernel)
   flat = hidden.reshape(P * G, T, -1)
   projection = None if route.projection is None else route.projection(kernel.shape[1])
@@ -308,7 +312,7 @@ class _HeadOnly:
 
 
 def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts: Any) -> Array:
-  """Inner products f32[B, B] of the gradients of a function of one rollout; for small models.
+  """Inner products f32[B, B] of a function's gradients on each rollout; for small models.
 
   Stores all gradients, [B, N] for N parameters.
 

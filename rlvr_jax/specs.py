@@ -150,7 +150,7 @@ def find_called(
   of_run: Collection[str] = (),
   kind: Any = object,
 ) -> Callable[..., Any]:
-  """Finds the factory of a parsed string, which can be called with its arguments.
+  """Finds the factory that a parsed string names, and checks the string's arguments.
 
   Args:
     owner: start of messages.

@@ -34,7 +34,7 @@ MEASURED = ("policy_logprobs", "squared_probabilities", "squared_norms")
 
 
 class BatchShape(NamedTuple):
-  """The largest batch of a run."""
+  """The sizes of the largest batch of a run."""
 
   prompts: int  # P
   group_size: int  # G

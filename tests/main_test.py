@@ -71,10 +71,10 @@ MISTAKES = [
   (dict(num_updates=10**12), r"num_updates = 10{12} is not an integer in \[0, 10{7}\]"),
   (dict(batch={"prompts": "8", "group_size": 4, "tokens_per_micro_batch": 64, "tokens_per_row": 0}),
    r"config\.batch: prompts = '8' is not an integer in \[1, "),
-  (dict(max_prompt_length=10**9), r"max_prompt_length = 10{9} .* 32000000128 tokens, but a batch"),
+  (dict(max_prompt_length=10**9), r"have 32000000128 tokens, .*_length = 10{9} \+ 4, but a batch"),
   (dict(max_response_length=10**9),
-   r"max_response_length = 10{9} are .* tokens, but a batch may have at most"),
-  (dict(evaluation__num_samples=10**9), r"num_samples = 4000000000 responses of .* lower"),
+   r"config\.max_response_length = \d+ \+ 10{9}, but a batch may have at most"),
+  (dict(evaluation__num_samples=10**9), r"num_samples = 4000000000 responses with .* lower"),
   (dict(warm_start__learning_rate="constant(peak=1e-3, warmup=2147483648)"),
    r"warmup = 2147483648 is not"),
   (dict(model__overrides={"num_layers": "two"}), r"num_layers='two' must be a whole number"),
@@ -121,7 +121,8 @@ MISTAKES = [
   (dict(generation_deadline_s=float("inf")), r"config: generation_deadline_s = inf"),
   (dict(loss="ppo_clip(epsilon_low=2.0)"), r"epsilon_low = 2\.0 is not a number in"),
   (dict(reference__kl_coefficient=-0.1), r"kl_coefficient = -0\.1"),
-  (dict(sampling__temperature=0.0), r"temperature = 0: greedy .* set it > 0"),
+  (dict(sampling__temperature=0.0),
+   r"temperature = 0 is greedy decoding, .* set config\.sampling\.temperature > 0"),
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
   (dict(evaluation__sampling__top_p=1.5), r"^config\.evaluation\.sampling.*top_p"),
   # geometry
@@ -137,7 +138,8 @@ MISTAKES = [
   (dict(diagnostics__every=1, diagnostics__compared="no_such"), r"'no_such' matches none of the"),
   (dict(diagnostics__compared="("), r"parameters='\(' is neither .* nor a regular expression"),
   (dict(veto__scope="sufix"), r"scope = 'sufix' is unknown; choose one of .*'suffix'"),
-  (dict(proximal_every=2), r"proximal_every = 2, but .* no proximal policy; set it to 0"),
+  (dict(proximal_every=2),
+   r"proximal_every = 2 needs .* no proximal policy; set config\.proximal_every = 0"),
 ]  # fmt: skip
 
 

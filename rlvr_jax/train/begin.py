@@ -175,7 +175,7 @@ def make_run(
 def make_training_sampler(
   parts: Parts, frozen: Params, answers: Answers
 ) -> tuple[Policies, LocalSampler]:
-  """The run's policies, and the sampler in this program that samples training rollouts with them.
+  """The run's policies, and this process's sampler of training rollouts, which uses them.
 
   Args:
     parts: the parts of the run.
@@ -223,7 +223,7 @@ def in_a_thread(run: Run, deadline_s: float) -> Run:
   """The run with a sampler that works in its own thread.
 
   Args:
-    run: a run with a sampler of this program.
+    run: a run whose sampler is a `LocalSampler`.
     deadline_s: `config.generation_deadline_s`.
   """
   if not isinstance(run.sampler, LocalSampler):

@@ -2,8 +2,9 @@
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
-The order within a step is fixed: a killed and resumed run repeats an uninterrupted run bit for bit,
-on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
+The order within a step is fixed. So a killed and resumed run repeats an uninterrupted run bit for
+bit, on the same kind of machine with the same versions. A warm start, if any, comes before this
+loop.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RunState(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """The schedule of a run: when it evaluates, saves and ends."""
+  """When a run samples, saves and ends, and what it keeps."""
 
   num_updates: int
   schedule: Schedule
@@ -58,9 +59,9 @@ class Plan(NamedTuple):
   def saves(self, step: int) -> bool:
     """Whether the run is saved after this many updates.
 
-    Besides every `save_every` updates, the run is saved before a refresh that samples more than
-    `save_every` batches: if a batch is damaged, a resumed run samples it again from that
-    checkpoint.
+    The run is saved every `save_every` updates, and before a refresh that samples more than
+    `save_every` batches. If one of these batches is damaged, a resumed run samples it again from
+    that checkpoint.
     """
     if step % self.save_every == 0:
       return True
@@ -74,7 +75,7 @@ class Run:
   """The objects of a run that the training loop uses.
 
   Attributes:
-    plan: when the run evaluates, saves and ends.
+    plan: when the run samples, saves and ends.
     programs: the jitted functions.
     rows: the row layout of the run's rollouts.
     frozen: the parameters that are not trained.
@@ -252,8 +253,8 @@ def save(run: Run, now: RunState) -> None:
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
   """The update from whose checkpoint all pending batches can be sampled again.
 
-  0 if the run repeats a recorded run that has batches of several versions. Otherwise None if no
-  batch is pending.
+  The result is 0 if the run repeats a recorded run that has batches of several versions. Otherwise
+  the result is None if no batch is pending.
   """
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0
@@ -264,7 +265,7 @@ def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
 
 
 def remove_used(store: RolloutStore, before: int) -> None:
-  """Removes batches with a lower number from the store; sets damaged batches aside."""
+  """Removes batches with numbers below `before` from the store; sets damaged batches aside."""
   for number in store.numbers():
     if number >= before:
       return

@@ -1,4 +1,4 @@
-"""The gradients of several recipes on the same recorded rollouts, fresh and stale."""
+"""Gradients of several recipes on the same recorded rollouts, at parameters of several updates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def read_recorded_batch(place: str) -> TrainBatch:
   directory, _, number = place.rpartition(":")
   if not number.isdigit():
     raise ValueError(
-      f"rollouts = {place!r}: give FILE.safetensors, or a store and a batch, STORE:NUMBER"
+      f"rollouts = {place!r}: give FILE.safetensors, or a store and the number of a batch,"
+      " STORE:NUMBER"
     )
   store = RolloutStore(directory, writable=False)
   groups, _ = store.read(int(number))

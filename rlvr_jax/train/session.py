@@ -271,7 +271,10 @@ def logged_run(parts: Parts) -> LoggedRun:
 
 @contextlib.contextmanager
 def report_shutdown(remedy: str) -> Iterator[None]:
-  """Prints the phase in which shutdown was requested, and a remedy, after all files are closed."""
+  """Context that prints the message of an `EndRequestedError`, and `remedy`, and raises it again.
+
+  Files that are opened within this context are closed before it prints.
+  """
   try:
     yield
   except EndRequestedError as error:

@@ -41,6 +41,6 @@ def test_token_weights_of_a_loss_with_statistics():
 
 def test_a_place_of_rollouts_is_a_file_or_a_numbered_batch():
   with pytest.raises(
-    ValueError, match=r"rollouts = 'a/store': give FILE.safetensors, or a store and"
+    ValueError, match=r"rollouts = 'a/store': give FILE.safetensors, or a store and the"
   ):
     same_rollouts.read_recorded_batch("a/store")

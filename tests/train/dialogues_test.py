@@ -235,7 +235,7 @@ REFUSED = [
   (dict(environment__processes=100_000), "processes = 100000"),
   # What needs one score of a rollout, or scores of turns.
   (SCORED | dict(environment__name=""), "no turns"),
-  (SCORED | dict(reweighting="salt"), "one number per rollout"),
+  (SCORED | dict(reweighting="salt"), "one coefficient per rollout"),
   (SCORED | dict(loss="gmpo"), "full responses"),
   (dict(environment__name="retry(discount=0.5)", advantage="fade"), r"outcomes\.correct"),
 ]

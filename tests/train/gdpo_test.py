@@ -23,9 +23,9 @@ def test_updates_get_the_scores_of_each_grader(tmp_path):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    (dict(grading__extra=()), r"config\.grading\.extra = \(\) has no other grader"),
+    (dict(grading__extra=()), r"config\.grading\.extra = \(\) names no grader"),
     (dict(environment__name="guess"), r"config\.environment\.name = 'guess' gives one score"),
-    (dict(overlong__buffer=2), r"config\.overlong\.buffer = 2 shapes only their sum"),
+    (dict(overlong__buffer=2), r"config\.overlong\.buffer = 2 shapes only the sum"),
     (dict(sources__recorded__fraction=0.5), r"config\.sources\.recorded\.fraction = 0\.5"),
     (dict(advantage="gdpo(weights=(1.0,))"), r"weights = \(1\.0,\) are 1 numbers for K = 2"),
   ],

@@ -29,7 +29,10 @@ def test_a_run_reports_what_it_measures(advantage, metric, rows, tmp_path):
       dict(advantage="opob", gram="streaming(feature='sampled')"),
       r"config\.advantage = 'opob' needs the norms of gradients, but config\.gram = .*'sampled'",
     ),
-    (dict(advantage="otb", reweighting="salt"), r"config\.reweighting = 'salt' needs one number"),
+    (
+      dict(advantage="otb", reweighting="salt"),
+      r"config\.reweighting = 'salt' needs one coefficient",
+    ),
     (dict(advantage="otb", loss="gmpo"), r"config\.loss = 'gmpo' works on full responses"),
   ],
   ids=["sampled", "salt", "gmpo"],

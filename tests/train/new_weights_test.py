@@ -188,7 +188,7 @@ def test_after_a_kill_the_newest_policies_go_on(tmp_path):
     ),
     (
       dict(model__overrides=routes_test.MIXTURE, model__routing="replayed"),
-      "'replayed' has the routes of one version, but the cache is made by several",
+      "'replayed' replays the routes of one policy version, while several versions make the KV",
     ),
   ],
 )

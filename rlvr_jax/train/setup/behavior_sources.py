@@ -1,4 +1,4 @@
-"""Makes the policies that sample a batch from `config.sources`."""
+"""Makes the policies that sample a batch, as `config.sources` describes them."""
 
 from __future__ import annotations
 
@@ -50,22 +50,23 @@ def make_sampling(
     vocab_size: V.
     allow_truncated: `config.allow_truncated_behavior`.
   Raises:
-    ValueError: sampling is greedy, or truncated without being allowed.
+    ValueError: sampling is greedy, or is truncated although `allow_truncated` is False.
   """
   sampling = sampling_of(settings)
   check_sampling("config.sampling", sampling, vocab_size)
   if sampling.temperature == 0:
     raise ValueError(
-      "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
+      "config.sampling.temperature = 0 is greedy decoding, which gives no probabilities to train"
+      " on; set config.sampling.temperature > 0"
     )
   if is_truncated(sampling) and not allow_truncated:
     plain = dataclasses.replace(Sampling(), temperature=sampling.temperature)
     changed = [name for name, value in vars(sampling).items() if value != getattr(plain, name)]
     named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
     raise ValueError(
-      f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
-      f" mean is the probability of the kept tokens). Set {named(plain)}, or"
-      " config.allow_truncated_behavior = True to allow it"
+      f"config.sampling.{named(sampling)}: training on truncated sampling biases the importance"
+      " ratio (its mean is the probability of the kept tokens, not 1). Set"
+      f" {named(plain)}, or allow this by config.allow_truncated_behavior = True"
     )
   return sampling
 
@@ -97,9 +98,9 @@ def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[s
     groups[name] = round(fraction * num_prompts)
     if abs(fraction * num_prompts - groups[name]) > 1e-6:
       raise ValueError(
-        f"config.sources.{name}.fraction = {fraction} of config.batch.prompts = {num_prompts} is"
-        f" {fraction * num_prompts:g} groups; set it to a multiple of 1/{num_prompts}, for example"
-        f" {groups[name] / num_prompts:g}"
+        f"config.sources.{name}.fraction · config.batch.prompts = {fraction} · {num_prompts} ="
+        f" {fraction * num_prompts:g} is not a whole number of groups; set the fraction to a"
+        f" multiple of 1/{num_prompts}, for example {groups[name] / num_prompts:g}"
       )
   rest = num_prompts - sum(groups.values())
   if rest < 0:
@@ -168,10 +169,10 @@ def make_sources(
     if engines.records_routes and other.config.mixture != model.config.mixture:
       raise ValueError(
         "config.sources.checkpoint.workdir ="
-        f" {settings.checkpoint.workdir!r}: its (layers, experts, experts per token) are"
-        f" {other.config.mixture}, this run's {model.config.mixture}, so that its routes do not"
-        " fit; choose another run, or set config.model.routing = 'recomputed' and record_routes ="
-        " False"
+        f" {settings.checkpoint.workdir!r}: that run's (layers, experts, experts per token) are"
+        f" {other.config.mixture}, but this run's are {model.config.mixture}, so that its routes do"
+        " not fit this run; choose another run, or set config.model.routing = 'recomputed' and"
+        " config.model.record_routes = False"
       )
     engine = engines.make(other, sampling, prompts=prompts)
     return Source(
@@ -223,9 +224,9 @@ def _check_recorded_temperature(
     )
   if settings.recorded == "raw" and policy_temperature != AT_TEMPERATURE_1.temperature:
     raise ValueError(
-      f"{owner}.recorded = 'raw' records log-probabilities at temperature 1, but"
-      f" config.policy_temperature = {policy_temperature} is trained, so that all ratios would be"
-      " wrong; set config.policy_temperature = 1.0, or recorded = 'sampled'"
+      f"{owner}.recorded = 'raw' records log-probabilities at temperature 1, but the policy is"
+      f" trained at config.policy_temperature = {policy_temperature}, so that all importance ratios"
+      " would be wrong; set config.policy_temperature = 1.0, or recorded = 'sampled'"
     )
 
 
@@ -269,8 +270,9 @@ def recorded_groups(
     raise ValueError(f"config.sources.recorded.store: {error}") from error
   if groups.truncated and not allow_truncated:
     raise ValueError(
-      f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
-      " the ratio; choose another store, or set config.allow_truncated_behavior = True to allow it"
+      f"config.sources.recorded.store = {store!r} has rollouts from truncated sampling, and"
+      " training on them biases the importance ratio; choose another store, or allow this by"
+      " config.allow_truncated_behavior = True"
     )
   return groups
 
@@ -297,14 +299,14 @@ def other_policy(
     tokens = (theirs["tokenizer"], model_config.vocab_size)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"config.sources.checkpoint.workdir = {settings.workdir!r} has no run with a config.json"
+      f"config.sources.checkpoint.workdir = {settings.workdir!r} has no valid config.json of a run"
       f" ({error}); set it to the --workdir of a run"
     ) from error
   if tokens != (tokenizer, model.config.vocab_size):
     raise ValueError(
-      f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
-      f" {tokens}, this run's {(tokenizer, model.config.vocab_size)}; choose a run with the"
-      " same tokenizer and vocab_size"
+      f"config.sources.checkpoint.workdir = {settings.workdir!r}: that run's tokenizer and"
+      f" vocab_size are {tokens}, but this run's are {(tokenizer, model.config.vocab_size)}; choose"
+      " a run with the same tokenizer and vocab_size"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = saved_steps(workdir / "checkpoints")
@@ -312,7 +314,8 @@ def other_policy(
     step = steps[-1] if settings.step == -1 else settings.step
   if step not in steps:
     raise ValueError(
-      f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
+      f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has checkpoints"
+      f" of the steps {steps}"
     )
   model_config = dataclasses.replace(model_config, expert_products=model.config.expert_products)
   other = transformer(model_config, sharding.make_layout(mesh))
@@ -329,7 +332,8 @@ def max_gap(
 ) -> float:
   """The `Source.max_gap` of a source that samples with the policy's own parameters.
 
-  Dividing logits by a temperature below 1 also divides their differences by it.
+  Below temperature 1 the result is larger: dividing logits by the temperature also divides their
+  differences by it.
 
   Args:
     configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.

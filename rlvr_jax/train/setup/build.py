@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration; all errors are found before compilation."""
+"""Builds the parts of a run from its configuration; finds all errors in it before compilation."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ _MAX_PLANNED = 10_000  # updates for which a schedule is checked at the start
 class Parts:
   """The components that `build` makes of a configuration. Nothing is placed on a device yet.
 
-  Only entry points of programs hold this record; other functions get the parts that they use.
+  Only outer functions, such as `open_session`, take this record; other functions take only the
+  parts that they use.
   """
 
   config: ml_collections.ConfigDict
@@ -131,7 +132,7 @@ class Parts:
 
   @property
   def training_grading(self) -> Grading:
-    """The grading of training rollouts, whose records have the fields that a teacher needs."""
+    """The grading of training rollouts; it also records the fields that a teacher needs."""
     more_of = functools.partial(read_problem, self.config.teacher)
     return dataclasses.replace(self.grading, more_of=more_of)
 
@@ -363,7 +364,7 @@ def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
 
 
 def scored_groups(layout: RowLayout, shape: BatchShape, mesh: Mesh) -> int:
-  """Number of full-length groups that fill a micro-batch on every device."""
+  """Number of full-length groups that fit into a micro-batch; at least one for each device."""
   group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
   groups = max(layout.device_places // group, 1)
   devices: int = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -399,9 +400,9 @@ def make_compared(
 ) -> PlacedModel:
   """The model whose log-probabilities are compared with the sampler's.
 
-  It is the model of updates if the sampler uses the same devices. Separate devices have only the
-  sampler's copy of the parameters. On these devices the forward pass of updates runs on a mesh that
-  splits no key/value head.
+  If the sampler uses the devices of updates, this is the model of updates. Otherwise this model
+  runs on the sampler's devices, with the sampler's copy of the parameters, and its mesh splits no
+  key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -433,9 +434,9 @@ def make_network(
   network = model_settings(settings)
   if network.vocab_size < vocab_size and settings.checkpoint:
     raise ValueError(
-      f"config.tokenizer = {tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
-      f" {settings.checkpoint!r} has only {network.vocab_size}, so they do not match; set"
-      " config.tokenizer = 'checkpoint', or to the folder of that model's tokenizer"
+      f"config.tokenizer = {tokenizer!r} has {vocab_size} tokens, but config.model.checkpoint ="
+      f" {settings.checkpoint!r} has embeddings for only {network.vocab_size}; set config.tokenizer"
+      " to 'checkpoint', or to the folder of that model's tokenizer"
     )
   if network.vocab_size < vocab_size:
     raise ValueError(
@@ -538,8 +539,9 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   check_between("config", "expert_balance", config.expert_balance, low=0.0)
   if config.expert_balance and not model.config.num_experts:
     raise ValueError(
-      f"config.expert_balance = {config.expert_balance} is for mixtures of experts, but the network"
-      f" has none; set it to 0, or choose a mixture ({rlvr_jax.page('experts.md')})"
+      f"config.expert_balance = {config.expert_balance} needs a mixture of experts, but the network"
+      " has no experts; set config.expert_balance = 0, or choose a mixture"
+      f" ({rlvr_jax.page('experts.md')})"
     )
   check_between("config", "policy_temperature", config.policy_temperature, low=LEAST_TEMPERATURE)
   check_integer("config", "proximal_every", config.proximal_every, low=0, high=MAX_INT32)
@@ -585,7 +587,7 @@ def make_needed_gram(
   reweighter: reweighting.Reweighting,
   advantage: advantages.Advantage,
 ) -> geometry.GramFn | None:
-  """The Gram matrix of `config.gram`, if the reweighting or the advantage needs one.
+  """The function of `config.gram`; None if neither reweighting nor advantage needs a Gram matrix.
 
   Args:
     name, advantage_name: `config.gram` and `config.advantage`.
@@ -601,7 +603,8 @@ def make_needed_gram(
   if needs_norms and gram.feature != "score":
     raise ValueError(
       f"config.advantage = {advantage_name!r} needs the norms of gradients, but config.gram ="
-      f" {name!r} has the feature {gram.feature!r}; set config.gram = 'streaming'"
+      f" {name!r} computes norms of the feature {gram.feature!r}, which is not the gradient; set"
+      " config.gram = 'streaming'"
     )
   return gram
 
@@ -622,9 +625,9 @@ def make_loss(name: str, correction: str, proximal_every: int) -> losses.Loss:
     ) from error
   if proximal_every and not loss.needs_proximal:
     raise ValueError(
-      f"config.proximal_every = {proximal_every}, but config.loss = {name!r} has no proximal"
-      " policy; set it to 0, or choose decoupled_ppo or a correction, such as config.correction ="
-      " 'tis'"
+      f"config.proximal_every = {proximal_every} needs a proximal policy, but config.loss ="
+      f" {name!r} has no proximal policy; set config.proximal_every = 0, or choose config.loss ="
+      " 'decoupled_ppo' or a correction, such as config.correction = 'tis'"
     )
   return loss
 
@@ -645,7 +648,7 @@ def _check_routing(
   if records_routes(settings) and not network.num_experts:
     field = "routing = 'replayed'" if routing == "replayed" else "record_routes = True"
     raise ValueError(
-      f"config.model.{field} needs a mixture of experts, but num_experts = 0; choose one"
+      f"config.model.{field} needs a mixture of experts, but num_experts = 0; choose a mixture"
       f" ({rlvr_jax.page('experts.md')}), or set routing = 'recomputed' and record_routes = False"
     )
   single = gram if gram.startswith("per_rollout") else ""
@@ -653,8 +656,8 @@ def _check_routing(
     field, other = ("gram", "streaming") if single else ("diagnostics.compared", "")
     raise ValueError(
       f"config.{field} = {single or compared!r} differentiates rollouts one by one, which is not"
-      " supported with config.model.routing = 'replayed'; set it to"
-      f" {other!r}, or routing = 'recomputed'"
+      f" supported with config.model.routing = 'replayed'; set config.{field} = {other!r}, or"
+      " config.model.routing = 'recomputed'"
     )
 
 
@@ -691,7 +694,8 @@ def make_optimizer(
   if not specs.has_parameter(field, optimizer, name, "learning_rate"):
     raise ValueError(
       f"{field} = {name!r} has no parameter learning_rate, so {owner}.learning_rate would have no"
-      " effect; add the parameter, which gets the learning rate as a function of the update"
+      " effect; add this parameter to the function that makes the optimizer: its value is the"
+      " learning rate as a function of the update"
     )
   run_values = dict(learning_rate=rate, num_updates=num_updates)
   made = specs.make(field, optimizer, name, optax.GradientTransformation, **run_values)

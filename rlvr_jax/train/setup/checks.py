@@ -39,7 +39,8 @@ _AT_LEAST_ONE = {
 def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   """Raises ValueError if batches do not split over a mesh, or a number of a run is out of range.
 
-  It compares sections with the mesh, and checks the ranges of the fields in `_AT_LEAST_ONE`.
+  The numbers are the fields in `_AT_LEAST_ONE`, the seeds, `generation_deadline_s`,
+  `evaluation.ks`, and the tokens of a batch.
   """
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
@@ -54,8 +55,8 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:
     raise ValueError(
-      f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
-      f" config.evaluation.num_samples = {limit}"
+      f"config.evaluation.ks = {ks}: pass@k needs at least one k, and each k must be an integer"
+      f" with 1 ≤ k ≤ config.evaluation.num_samples = {limit}"
     )
   sharding.check_batch("config.batch.prompts", config.batch.prompts, mesh)
   sharding.check_batch("config.evaluation.batch_prompts", evaluation.batch_prompts, mesh)
@@ -74,9 +75,10 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     tokens = responses * (config.max_prompt_length + config.max_response_length)
     if tokens > MAX_INT32:
       raise ValueError(
-        f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
-        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, but a"
-        f" batch may have at most {MAX_INT32}; lower one of these fields"
+        f"{field} = {responses} responses with their prompts may have {tokens} tokens, since each"
+        " may have config.max_prompt_length + config.max_response_length ="
+        f" {config.max_prompt_length} + {config.max_response_length}, but a batch may have at most"
+        f" {MAX_INT32} tokens; lower one of these fields"
       )
 
 
@@ -97,7 +99,7 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
-  """Raises ValueError unless heads, or copies of key/value heads, can be split over `tensor`."""
+  """Raises ValueError unless `sampling_splits` is true; the message begins with `owner`."""
   if not sampling_splits(network, tensor):
     heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
@@ -108,7 +110,7 @@ def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) ->
 
 
 def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
-  """Whether heads, or copies of key/value heads, can be split over `tensor` devices."""
+  """Whether all heads can be divided among `tensor` devices; key/value heads may be copied."""
   return all(
     heads.queries % tensor == 0 and (heads.keys % tensor == 0 or tensor % heads.keys == 0)
     for heads in network.heads
@@ -134,25 +136,27 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
   if fleet.samplers:
     check_between("config.fleet", "silent_s", fleet.silent_s, low=1.0)
     reasons = {
-      f"config.schedule = {name!r} has no real-time bound; set it to"
+      f"config.schedule = {name!r} does not sample during updates; set config.schedule ="
       " 'asynchronous(max_lag=4)'": not schedule.threaded,
-      "config.sources.temperature.recorded = 'raw' needs the policy's parameters where batches are"
-      " assembled; set it to 'sampled'": is_raw,
+      "config.sources.temperature.recorded = 'raw' needs the policy's parameters at the time of"
+      " sampling, which a fleet's trainer does not keep; set recorded = 'sampled'": is_raw,
       "config.sources.recorded.fraction = 1.0 leaves nothing to sample; lower it": (
         config.sources.recorded.fraction == 1.0
       ),
-      f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, but a"
-      " sampler has all of its program's devices; set config.generation_mesh.same_devices = True,"
-      " or its axes to 0": is_separate,
+      f"config.generation_mesh = {config.generation_mesh.to_dict()} has devices of its own, while a"
+      " fleet's sampler samples on the devices of config.mesh; set"
+      " config.generation_mesh.same_devices = True, or all axes of config.generation_mesh to 0": (
+        is_separate
+      ),
     }
     check_reasons("config.fleet.samplers = True, but ", reasons)
   elif schedule.threaded:
     reasons = {
       "config.sources.temperature.recorded = 'raw' needs one policy per batch, but with"
-      f" config.schedule = {name!r} groups of a batch may have several policies; set it to"
+      f" config.schedule = {name!r} several policies may sample one batch; set recorded ="
       " 'sampled', or choose another schedule": is_raw,
-      f"config.schedule = {name!r} needs all devices in one process, this run has"
-      f" {jax.process_count()}; choose simulated_asynchronous, or run one process": (
+      f"config.schedule = {name!r} needs all devices in one process, but this run has"
+      f" {jax.process_count()} processes; choose simulated_asynchronous, or run one process": (
         jax.process_count() > 1
       ),
       # Two threads could dispatch programs that wait for each other on the same devices.
@@ -164,13 +168,13 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
     check_reasons("", reasons)
   if fleet.new_weights != FINISH and schedule.recorded is None:
     reasons = {
-      f"config.schedule = {name!r} never changes weights within a response; set it to"
+      f"config.schedule = {name!r} never changes weights within a response; set config.schedule ="
       " 'asynchronous(max_lag=4)'": not schedule.threaded,
-      "config.model.routing = 'replayed' has the routes of one version, but the cache is made by"
-      " several; set new_weights = 'recompute'": (
+      "config.model.routing = 'replayed' replays the routes of one policy version, while several"
+      " versions make the KV cache; set new_weights = 'recompute'": (
         fleet.new_weights == SWITCH and routing_of(config.model) == "replayed"
       ),
-      "config.sources.temperature.recorded = 'raw' needs one policy per batch; set it to"
+      "config.sources.temperature.recorded = 'raw' needs one policy per batch; set recorded ="
       " 'sampled'": is_raw,
     }
     check_reasons(f"config.fleet.new_weights = {fleet.new_weights!r}, but ", reasons)
@@ -200,8 +204,9 @@ def check_repeats(new_weights: str, schedule: staleness.Schedule, sources: Sourc
   ):
     if own != theirs:
       raise ValueError(
-        f"config.{name} = {own!r}, but {theirs!r} in the run {recorded.name!r} that"
-        f" config.schedule repeats; set it to {theirs!r}"
+        f"config.{name} = {own!r}, but {theirs!r} in the run {recorded.name!r}, which"
+        f" config.schedule repeats; set config.{name.partition(':')[0]}"
+        f" {'as in that run' if ':' in name else f'to {theirs!r}'}"
       )
 
 
@@ -218,23 +223,22 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
   recorded, buffer = config.sources.recorded.fraction, config.overlong.buffer
   if "rewards_by_name" in advantage.needs:
     reasons = {
-      "config.grading.extra = () has no other grader than the main one; name one, such as"
+      "config.grading.extra = () names no grader besides the main grader; name one, such as"
       " (('boxed', 0.5),)": not extra,
       f"config.environment.name = {environment!r} gives one score; set it to ''": environment,
-      f"config.sources.recorded.fraction = {recorded} takes rollouts without them; set it to 0": (
-        recorded
-      ),
-      f"config.overlong.buffer = {buffer} shapes only their sum; set it to 0": buffer,
+      f"config.sources.recorded.fraction = {recorded} adds rollouts that lack such rewards; set it"
+      " to 0": recorded,
+      f"config.overlong.buffer = {buffer} shapes only the sum of rewards; set it to 0": buffer,
     }
-    check_reasons(f"{owner} needs rewards by name, but ", reasons, remedy=another)
+    check_reasons(f"{owner} needs one reward from each grader, but ", reasons, remedy=another)
   if advantage.needs_binary:
     shaped = shaped_outcomes(grading.outcome_policy)
     reasons = {
-      f"config.overlong.buffer = {buffer} shapes them; set it to 0, or choose"
+      f"config.overlong.buffer = {buffer} shapes rewards; set it to 0, or choose"
       " another advantage": buffer,
-      f"config.grading.extra = {extra} adds to them; set it to (), or choose"
+      f"config.grading.extra = {extra} adds to rewards; set it to (), or choose"
       " another advantage": extra,
-      f"config.grading.outcomes has {shaped}": shaped,
+      f"config.grading.outcomes has other rewards: {shaped}": shaped,
       f"config.environment.name = {environment!r} may give other scores; set"
       " config.grading.outcomes.correct = 1, or choose another"
       " advantage": scores_partly(environment, grading.outcome_policy),
@@ -245,9 +249,9 @@ def check_advantage(config: ml_collections.ConfigDict, method: Method, grading: 
       "config.environment.name = '' has no turns to compare; name an environment": (
         "turn_scores" in advantage.needs and not (environment or recorded)
       ),
-      f"config.reweighting = {config.reweighting!r} needs one number per rollout; set it to"
+      f"config.reweighting = {config.reweighting!r} needs one coefficient per rollout; set it to"
       " 'none'": specs.parse("config.reweighting", config.reweighting).name != "none",
-      f"config.loss = {config.loss!r} works on full responses, and needs one number for each;"
+      f"config.loss = {config.loss!r} works on full responses, and needs one coefficient for each;"
       " choose another loss, such as ppo_clip or gspo": method.loss.of_responses,
     }
     what = "gives tokens of a response different coefficients"
@@ -283,8 +287,8 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
   check_between("config.dynamic_sampling", "max_batches", settings.max_batches, low=1)
   if group_size < 2:
     raise ValueError(
-      "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
-      " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
+      "config.dynamic_sampling.enabled = True keeps groups with both right and wrong responses, but"
+      " with config.batch.group_size = 1 there are none; set group_size ≥ 2"
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of XLA's compiler for the programs of a run."""
+"""Options of XLA's compiler for the compiled programs of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = dict[str, bool | int | float | str]
 
 
 class CompilerOptions(NamedTuple):
-  """Compiler options by kind of program, for `jax.jit`; None for the compiler's defaults."""
+  """Options for `jax.jit`, by kind of compiled program; None for the compiler's defaults."""
 
   training: Options | None
   generation: Options | None
@@ -62,8 +62,8 @@ def make_compiler_options(
       return given or None
     if given and (reason := _refusal(given, mesh)):
       raise ValueError(
-        f"{field}: the compiler for {mesh.devices.flat[0].device_kind} does not accept it:"
-        f" {reason}; remove the option, or run where it exists"
+        f"{field}: the compiler for {mesh.devices.flat[0].device_kind} refuses an option: {reason};"
+        " remove the option, or run on a device whose compiler accepts it"
       )
     return {**_defaults(kind, mesh), **given} or None
 
@@ -86,7 +86,7 @@ def format_options(options: Options | None) -> str:
 
 
 def announce_defaults(options: CompilerOptions, settings: ml_collections.ConfigDict) -> None:
-  """Prints the default options of a run that `config.compiler_options` does not name."""
+  """Prints the run's default options, except those that `config.compiler_options` names."""
   for kind, wanted in options._asdict().items():
     given = _given(settings, kind)
     added = {name: value for name, value in (wanted or {}).items() if name not in given}

@@ -78,7 +78,7 @@ def check_update(
     method, placement: method and placement of the run.
     shape: the shape of a training batch.
     advantage, loss: `config.advantage` and `config.loss`, for messages.
-    diagnose: `programs.make_measure`, if the run measures its gradient geometry.
+    diagnose: the result of `programs.make_measure`; None if the run measures no gradient geometry.
     teacher: shapes, from `programs.abstract_teacher`.
     has_turns: whether rollouts are dialogues.
     num_rewards: K, the number of graders whose scores are in `rewards_by_name`.

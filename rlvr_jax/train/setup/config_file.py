@@ -55,7 +55,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """Parses all flags; an error in flags or configuration ends the process with a message.
 
   The program's flag for the configuration must be called config. If this flag is missing, an
-  evaluation or an export uses the configuration of the run.
+  evaluation or an export uses the configuration of the run that --checkpoint names.
   """
   try:
     argv = _with_config_of_run(argv)
@@ -117,8 +117,8 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   recipe = next((file for file in files if file.exists()), None)
   if recipe is None:
     raise ValueError(
-      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder that has a"
-      f" {_OF_A_RUN}; add --config=FILE"
+      f"--config is missing, and neither --checkpoint={checkpoint} nor the two folders above it"
+      f" have a run's {_OF_A_RUN}; add --config=FILE"
     )
   return [argv[0], f"--config={recipe}", *argv[1:]]
 
@@ -188,8 +188,8 @@ def missing_field(error: AttributeError | KeyError) -> str | None:
   name = str(error.args[0]).strip("\"'").partition("\n")[0].strip("\"'")
   return (
     f"the configuration has no field {name!r}; a recipe that sets a section as a dict, such as"
-    " c.batch = dict(…), replaces all of its fields: give all that configs/base.py has, or set only"
-    " the fields that change, such as c.batch.prompts = 8"
+    " c.batch = dict(…), replaces all of its fields: give all fields that configs/base.py has in"
+    " this section, or set only the fields that change, such as c.batch.prompts = 8"
   )
 
 
@@ -218,8 +218,8 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   name = near.partition("; ")[0].strip("'")
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
-    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
-    " only task.kwargs and model.overrides take other fields)"
+    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list the"
+    " fields; only task.kwargs and model.overrides take other fields)"
   )
 
 
@@ -327,8 +327,8 @@ def _existing(path: str) -> str:
   near = difflib.get_close_matches(meant, recipes, n=1)
   hint = f"; did you mean {near[0]}?" if near else "."
   sys.exit(
-    f"error: --config={path}: there is no such file{hint} It is your own FILE.py or the name of a"
-    f" recipe, one of {', '.join(recipes)}"
+    f"error: --config={path}: there is no such file{hint} Give your own FILE.py, or the name of a"
+    f" recipe: {', '.join(recipes)}"
   )
 
 
@@ -456,7 +456,7 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
     return
   if inner := [".".join(path) for path in paths if len(path) > 1]:
     raise ValueError(
-      f"config.model.overrides.{inner[0]}: a command line sets a field of a network as a"
+      f"config.model.overrides.{inner[0]}: a command line can set a field of a network only as a"
       f" whole; set config.model.overrides.{inner[0].partition('.')[0]}"
     )
   missing = [field for field, *_ in paths if field not in listed]
@@ -471,7 +471,8 @@ def open_model(config: ConfigDict, given: Mapping[str, object]) -> None:
       kind = _TYPES.get(re.split(r"\[| \|", annotations[field])[0])
       if kind is None:
         raise ValueError(
-          f"config.model.overrides.{field} is a {annotations[field]}; set it in the recipe"
+          f"config.model.overrides.{field} is a {annotations[field]}, which a command line cannot"
+          " set; set it in the recipe"
         )
       listed[field] = placeholder(kind)
 

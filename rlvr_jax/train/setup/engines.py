@@ -75,7 +75,7 @@ class Engines:
     shape: the shape of the largest batch.
     tokenizer: the tokenizer of the run.
     trainer: the trainer of the run.
-    batches: number of batches sampled in one refresh, the sampling between two policies.
+    batches: number of batches sampled in one refresh, that is, with one policy.
     deadline_s: seconds without progress after which the process ends.
     compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.
@@ -195,13 +195,15 @@ def choose_slots(
   per_slot += memory.sampling_bytes(model.config, 1)
   slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (configured or 1):
-    too_many = f"config.sampling.slots = {configured}: {slots} of them fit" if configured else ""
-    too_long = f"config.max_response_length = {shape.max_response_length}: no slot fits"
+    too_many = f"config.sampling.slots = {configured}: only {slots} fit" if configured else ""
+    too_long = f"config.max_response_length = {shape.max_response_length}: not even one slot fits"
     raise ValueError(
-      f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys, values and"
-      f" logits, a device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the"
-      " parameters. Lower the field named first, or raise config.mesh.fsdp or config.mesh.tensor;"
-      " --mode=fits shows what a configuration takes"
+      f"{too_many or too_long} into memory. A response takes {per_slot / 2**30:.2f} GiB of keys,"
+      f" values and logits, but a device has only {free / 2**30:.2f} of {limit / 2**30:.0f} GiB"
+      " left for responses. Lower"
+      f" config.{'sampling.slots' if configured else 'max_response_length'}, or raise"
+      " config.mesh.fsdp or config.mesh.tensor; --mode=fits shows the memory that a configuration"
+      " needs"
     )
   return configured or min(slots, batches * shape.responses)
 

@@ -107,7 +107,7 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   Args:
     settings: `config.grading`, the graders of training.
     held_out_grader: `config.evaluation.grader`.
-    task: the task, whose own grader is used if the field is empty.
+    task: the task; its own grader is used if `settings.grader` or `held_out_grader` is empty.
   Raises:
     ValueError: a number is out of range, a grader is unknown or does not take its hyper-parameters,
       or a weight is not a number. A user's module is checked by the pool, whose workers import it.
@@ -284,7 +284,7 @@ def check_environment(settings: ml_collections.ConfigDict, tokenizer: Tokenizer)
   if 0 < settings.max_reply_length < least:
     raise ValueError(
       f"config.environment.max_reply_length = {settings.max_reply_length}: the note that a reply"
-      f" was cut has {least} tokens; set at least as many, or 0 for no limit"
+      f" was cut has {least} tokens; set max_reply_length to at least {least}, or to 0 for no limit"
     )
   try:
     tokenizer.check_turns((), settings.stop_strings)
@@ -299,7 +299,7 @@ def start_pools(
   tokenizer: Tokenizer,
   enter: Enter,
 ) -> tuple[GraderPool, EnvironmentPool | None]:
-  """Starts the processes of graders and environments, for the arguments of `make_answers`.
+  """Starts the processes of graders and environments, which `make_answers` takes.
 
   Args:
     grading: `config.grading`.
@@ -350,7 +350,7 @@ def check_first_dialogue(
 
   Args:
     outcome_policy: the rewards of outcomes.
-    pool: the result of `start_pools`; None except on the first process.
+    pool: the environments from `start_pools`; None if there are none on this process.
     task: the task of the run.
   Returns:
     A text that says how the environment answered; "" without a pool.
@@ -445,7 +445,7 @@ def make_grading(
   if overlong.buffer > shape.max_response_length:
     raise ValueError(
       f"config.overlong.buffer = {overlong.buffer} tokens is more than"
-      f" config.max_response_length = {shape.max_response_length}; lower it"
+      f" config.max_response_length = {shape.max_response_length}; lower the buffer"
     )
   return Grading(
     tokenizer=tokenizer,

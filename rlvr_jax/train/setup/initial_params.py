@@ -2,7 +2,7 @@
 
 If adapters are trained on a frozen base, the train state's parameters are the adapters alone, so
 that checkpoints, optimizer state and weight syncs are small. The base is an argument of every
-program, never a compiled-in constant.
+compiled program, never a constant in one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def make_lora(settings: ml_collections.ConfigDict) -> LoraSettings | None:
   if not settings.rank:
     if settings.adapters:
       raise ValueError(
-        f"config.lora.adapters = {settings.adapters!r} but config.lora.rank = 0; set rank and alpha"
-        " to the values of the adapters"
+        f"config.lora.adapters = {settings.adapters!r} needs config.lora.rank > 0; set"
+        " config.lora.rank and config.lora.alpha to the values of these adapters"
       )
     return None
   try:
@@ -62,7 +62,7 @@ class InitialParams:
     checkpoint: `config.model.checkpoint`; "" for random parameters.
     adapters: `config.lora.adapters`; "" for new adapters.
     seed: the seed of the run.
-    identity: the result of `network_identity`, of this run's configuration.
+    identity: the result of `network_identity` for this run's configuration.
   """
 
   model: Model
@@ -131,7 +131,8 @@ class InitialParams:
     if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
       raise ValueError(
         f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, but"
-        f" config.lora has {settings.rank} and {settings.alpha}; set it to the adapters' values"
+        f" config.lora has rank {settings.rank} and alpha {settings.alpha}; set config.lora.rank"
+        " and config.lora.alpha to the adapters' values"
       )
     try:
       peft.check_adapters(adapters, settings, network)

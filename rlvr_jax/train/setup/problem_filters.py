@@ -38,7 +38,7 @@ def describe_long_texts(
 
   Args:
     checkpoint: a folder in Hugging Face's layout, which states the supported length; "" for none.
-    shape: sizes of the largest batch, with the limit on prompts that this network reads.
+    shape: sizes of the largest batch; its `max_prompt_length` limits this network's prompts.
     network: a text "field = value" that names the network in the warning; None:
       `config.model.checkpoint` and its value.
     prompts: the field that limits the prompts.
@@ -88,8 +88,8 @@ def limit_lengths(
   if warm_starts:
     if not len(task.warm_start):
       raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
-        " warm_start_size, or config.warm_start.num_steps = 0"
+        "config.warm_start.num_steps > 0 needs demonstrations, but the task has no demonstrations;"
+        " set the task's warm_start_size, or config.warm_start.num_steps = 0"
       )
     check("warm-start", task.warm_start)
     encode_demonstrations(_all(task.warm_start), tokenizer, shape.max_response_length)
@@ -124,7 +124,7 @@ def _drop(
   if len(source) and not len(short):
     raise ValueError(
       f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
-      " tokens; raise it"
+      " tokens; raise this limit"
     )
   if len(short) < len(source):
     logging.info(

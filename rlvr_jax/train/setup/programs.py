@@ -114,14 +114,14 @@ def make_programs(
   Args:
     method, placement: method and placement of the run.
     sources: the policies that sample.
-    teachers: the teachers whose log-probabilities of the rollouts an update needs.
+    teachers: the teachers of the run.
     sampler: model and mesh for generation, the result of `build.make_sampler`.
     compared: model and mesh of the comparison with the sampler, on `Placement.compared_mesh`.
     engines: makes the engines.
     sampling, held_out_sampling: the distributions of training and of evaluation.
     diagnose: the result of `make_measure`.
     warm_start_optimizer: the optimizer of the supervised phase.
-    compiler_options: the compiler options by kind of program.
+    compiler_options: the compiler options by kind of compiled program.
   """
   model, mesh = method.model, placement.mesh
   shardings = jax.tree.map(lambda x: x.sharding, placement.state)
@@ -248,7 +248,7 @@ def choose_row_attention(
 
   Args:
     network: the network, whose `attention` is a configured implementation or "auto".
-    mesh: the mesh that makes updates.
+    mesh: the mesh whose devices compute attention.
     shape: the shape of the largest batch.
     tokens_per_row: `config.batch.tokens_per_row`.
   """
@@ -278,14 +278,14 @@ def make_row_layout(settings: RowTokens, shape: BatchShape, kind: str, mesh: Mes
 
   By default a row has room for eight times as many response tokens as prompt tokens, since a prompt
   is computed once in each row that has rollouts of it. On TPUs the last micro-batches may have
-  short rows, see `rollouts.packing`; elsewhere all rows are whole, so that results do not change.
+  short rows, see `rollouts.packing`; elsewhere all rows are whole.
 
   Args:
     settings: the sizes, or `config.batch`. If tokens_per_micro_batch is 0, it becomes the result of
       `most_places`.
     shape: the shape of the largest batch.
     kind: implementation of attention, from `choose_row_attention`.
-    mesh: the mesh that makes updates.
+    mesh: the mesh of updates.
   """
   sizes = shape.max_prompt_length, shape.max_response_length
   finest, longest = row_alignment(kind, 1), least_row_length(kind, shape)
@@ -339,7 +339,7 @@ def abstract_batch(
     shape, layout, mesh: shape, layout and mesh of the run.
     needs_reference, needs_proximal, needs_teacher: whether the batch has the log-probabilities of
       these policies.
-    has_teachers: whether groups have one of several teachers.
+    has_teachers: whether the run has several teachers, of which each group has one.
     has_turns: whether rollouts are dialogues.
     has_turn_scores: whether the batch has the scores of turns.
     num_rewards: K, the number of graders whose scores are in `rewards_by_name`.
@@ -441,9 +441,9 @@ def abstract_taught_batch(
 def abstract_teacher(
   method: Method, teachers: Sequence[Teacher], placement: Placement
 ) -> tuple[Params, Params] | None:
-  """Shapes of the (trained, frozen) parameters of the teacher that updates need, or None.
+  """Shapes of the teacher's (trained, frozen) parameters if updates need these, else None.
 
-  An update needs them only if the method compares full distributions.
+  Updates need the parameters only if the method compares full distributions.
   """
   if not method.compares:
     return None

@@ -86,7 +86,7 @@ class Teacher(NamedTuple):
 
 
 class TeacherPrompts(NamedTuple):
-  """The prompts of a teacher that reads more than the policy, before the same responses.
+  """The prompts of a teacher that reads more than the policy does; the responses are the same.
 
   Attributes:
     tokenizer: the tokenizer of the run.
@@ -111,8 +111,8 @@ class TeacherPrompts(NamedTuple):
     if len(tokens) > self.length:
       raise ValueError(
         f"a teacher's prompt has {len(tokens)} tokens but config.teacher.max_prompt_length is"
-        f" {self.length}: raise it, or choose a shorter config.teacher.privileged. The prompt"
-        f" begins {text[:80]!r}"
+        f" {self.length}: raise this limit, or choose a field with shorter texts for"
+        f" config.teacher.privileged. The prompt begins {text[:80]!r}"
       )
     return tokens
 
@@ -141,8 +141,8 @@ def make_teaching(
     loss: `config.loss`, and the loss that it names.
   Raises:
     ValueError: there is a teacher without distillation or distillation without a teacher, a number
-      is out of range, fields do not go together, or the distillation gives each token its own
-      advantage, but the loss takes one coefficient per response.
+      is out of range, or fields do not go together. Or the distillation gives each token its own
+      advantage, while the loss takes one coefficient per response.
   """
   made = specs.make("config.distillation", distillation, name, distillation.Distillation)
   if not made.distills:
@@ -151,16 +151,17 @@ def make_teaching(
       if value != unset and value != []:
         raise ValueError(
           f"config.teacher.{field} = {value!r} has no effect with config.distillation = {name!r};"
-          " set config.distillation to another name, such as 'opd', or leave these fields out"
+          " set config.distillation to another name, such as 'opd', or leave"
+          f" config.teacher.{field} out"
         )
     return None
   for field in ("weight", "reward_weight"):
     check_between("config.teacher", field, settings[field], low=0.0)
   if not settings.weight and settings.reward_weight != 1:
     raise ValueError(
-      f"config.teacher: reward_weight = {settings.reward_weight} with weight = 0, but a teacher of"
-      " weight 0 only adds metrics and leaves rewards at weight 1; set weight above 0, or"
-      " reward_weight = 1"
+      f"config.teacher.reward_weight = {settings.reward_weight} has no effect with"
+      " config.teacher.weight = 0: such a teacher only adds metrics, and rewards keep the weight 1;"
+      " set weight above 0, or reward_weight = 1"
     )
   temperature = settings.temperature
   if temperature is None:
@@ -182,15 +183,17 @@ def make_teaching(
   if made.advantage is not None and loss[1].of_responses:
     raise ValueError(
       f"config.distillation = {name!r} gives each token its own advantage, but config.loss ="
-      f" {loss[0]!r} works on full responses, and needs one number for each; choose another loss,"
-      " such as ppo_clip or gspo, or config.distillation = 'opd_score'"
+      f" {loss[0]!r} works on full responses, and needs one coefficient for each; choose another"
+      " loss, such as ppo_clip or gspo, or config.distillation = 'opd_score'"
     )
   if made.divergence is not None and (named or settings.privileged):
     field = "checkpoints" if named else "privileged"
     raise ValueError(
-      f"config.distillation = {name!r} compares whole distributions in the update: it needs one"
-      f" teacher, which reads the policy's prompt; set config.teacher.{field} ="
-      f" {() if named else ''!r}, or choose a form that compares only sampled tokens, such as 'opd'"
+      f"config.distillation = {name!r} compares whole distributions in the update, and"
+      f"{' takes only the teacher that config.teacher.checkpoint names' if named else ''}"
+      f"{'' if named else ' its teacher must read the prompt of the policy'}; set"
+      f" config.teacher.{field} = {() if named else ''!r}, or choose a distillation that compares"
+      " only sampled tokens, such as 'opd'"
     )
   names = tuple(named) or ("teacher",)
   return Teaching(made, settings.weight, settings.reward_weight, temperature, names)
@@ -226,20 +229,16 @@ def _check_fields(settings: ml_collections.ConfigDict, named: Mapping[str, str])
     and settings.checkpoint,
     f"checkpoints = {settings.checkpoints} has a name twice; rename one": len(named)
     < len(settings.checkpoints),
-    f"by = {settings.by!r} with checkpoints = {settings.checkpoints}; set both, the field of a"
-    " problem's line that names its teacher and pairs (name, checkpoint), or set neither": bool(
-      settings.by
-    )
-    != bool(named),
+    f"by = {settings.by!r} and checkpoints = {settings.checkpoints} are of use only together; set"
+    " both or neither. by is the field of a problem's line that names the problem's teacher;"
+    " checkpoints are pairs (name, checkpoint)": bool(settings.by) != bool(named),
     f"checkpoint = {POLICY!r} without privileged is the student itself; set privileged, or choose"
     " another teacher": POLICY in teachers and not settings.privileged,
-    f"prompt = {settings.prompt!r} lacks {{privileged}}; put it where the teacher is to read it": (
-      settings.privileged and "{privileged}" not in settings.prompt
-    ),
-    f"max_prompt_length = {settings.max_prompt_length} with privileged ="
-    f" {settings.privileged!r}; set both or neither; max_prompt_length"
-    " is the most tokens of the teacher's prompt": bool(settings.privileged)
-    != bool(settings.max_prompt_length),
+    f"prompt = {settings.prompt!r} lacks {{privileged}}; put {{privileged}} where the teacher is to"
+    " read the privileged text": (settings.privileged and "{privileged}" not in settings.prompt),
+    f"max_prompt_length = {settings.max_prompt_length} and privileged = {settings.privileged!r} are"
+    " of use only together; set both or neither. max_prompt_length is the most tokens of the"
+    " teacher's prompt": bool(settings.privileged) != bool(settings.max_prompt_length),
   }
   check_reasons("config.teacher: ", reasons)
 
@@ -292,9 +291,9 @@ def make_prompts(
   layout = make_layout(length)
   if layout.length > longest_row:
     raise ValueError(
-      f"config.teacher.max_prompt_length = {length} needs rows of {layout.length} positions with"
-      f" config.max_response_length, but attention takes rows of at most {longest_row:g}: lower one"
-      " of these fields"
+      f"config.teacher.max_prompt_length = {length} and config.max_response_length together need"
+      f" rows of {layout.length} positions, but attention takes rows of at most {longest_row:g};"
+      " lower one of these fields"
     )
   return TeacherPrompts(tokenizer, settings.prompt, length, layout)
 
@@ -323,7 +322,10 @@ def describe_long_teachers(
 
 
 def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[str, str]:
-  """The record fields for a problem's teacher: "teacher", its name, and "privileged", a text.
+  """The fields to record for the teacher of a problem, by name.
+
+  They are "teacher", the teacher's name, if `by` is set, and "privileged", a text, if `privileged`
+  is set.
 
   Args:
     settings: `config.teacher`.
@@ -337,8 +339,8 @@ def read_problem(settings: ml_collections.ConfigDict, problem: Problem) -> dict[
     found["teacher"] = _text_of(problem, "by", settings.by)
     if found["teacher"] not in names:
       raise ValueError(
-        f"{_place(problem)}: its teacher, config.teacher.by = {settings.by!r}, is"
-        f" {found['teacher']!r}; config.teacher.checkpoints has {names}"
+        f"{_place(problem)}: its field {settings.by!r}, from config.teacher.by, names the teacher"
+        f" {found['teacher']!r}, but config.teacher.checkpoints has only {names}"
       )
   if settings.privileged:
     if problem.messages:
@@ -358,8 +360,8 @@ def _text_of(problem: Problem, field: str, name: str) -> str:
   if not isinstance(text, str) or not text.strip():
     known = sorted({*problem.own_reference, *_OF_PROBLEMS})
     raise ValueError(
-      f"{_place(problem)}: it has no text {name!r}, which config.teacher.{field} names; give every"
-      f" line this field, or choose another field: {known}"
+      f"{_place(problem)}: it has no text in the field {name!r}, which config.teacher.{field}"
+      f" names; give every line this field, or choose another field: {known}"
     )
   return text
 
@@ -396,7 +398,7 @@ def make_teachers(
   if bases and not has_adapters:
     raise ValueError(
       f"{bases[0]} = {BASE!r} is the network without its adapters, but config.lora.rank = 0 trains"
-      f" the whole network; choose {INITIAL!r}, the policy before the first update, or a checkpoint"
+      f" the whole network; choose {INITIAL!r} (the policy before the first update) or a checkpoint"
     )
   return tuple(make_teacher(*which, model, mesh, make_model, trained) for which in named)
 
@@ -421,7 +423,7 @@ def make_teacher(
   if not is_run and (folder / "checkpoints").is_dir():
     raise ValueError(
       f"{field} = {checkpoint!r} is a run; name one of its checkpoints, so that a resumed run has"
-      f" the same teacher: {folder}/checkpoints/STEP, STEP one of"
+      f" the same teacher: {folder}/checkpoints/STEP, where STEP is one of"
       f" {saved_steps(folder / 'checkpoints')}"
     )
   if is_run:
@@ -430,8 +432,8 @@ def make_teacher(
     network, published = _published_network(field, checkpoint), checkpoint
   if network.vocab_size != model.config.vocab_size:
     raise ValueError(
-      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, the policy has"
-      f" {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
+      f"{field} = {checkpoint!r} has a vocabulary of {network.vocab_size} tokens, but the policy"
+      f" has {model.config.vocab_size}; choose a teacher of the same vocabulary and tokenizer"
     )
   own = make_model(
     dataclasses.replace(
@@ -488,10 +490,12 @@ def _network_of_run(field: str, folder: Path) -> tuple[TransformerConfig, str]:
   try:
     rank, network = config["lora"]["rank"], model_settings(config["model"])
   except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{field} = '{folder}': its run's config.json: {error}") from error
+    raise ValueError(
+      f"{field} = '{folder}': the config.json of its run is wrong: {error}"
+    ) from error
   if rank:
     raise ValueError(
-      f"{field} = '{folder}' has adapters alone; export that run with --mode=export, and name the"
+      f"{field} = '{folder}' has only adapters; export that run with --mode=export, and name the"
       " folder of the export"
     )
   return network, config["model"]["checkpoint"]
@@ -509,7 +513,8 @@ def _config_of_run(field: str, folder: Path) -> Mapping[str, Any]:
   if not folder.is_dir() or not path.exists():
     steps = saved_steps(folder.parent) if folder.parent.is_dir() else []
     raise ValueError(
-      f"{field} = '{folder}' has no checkpoint of a run with a config.json; its steps: {steps}"
+      f"{field} = '{folder}' does not exist, or its run has no config.json; the run has checkpoints"
+      f" of the steps {steps}"
     )
   return read_config(path)
 
@@ -528,6 +533,7 @@ def check_same_tokens(owner: str, theirs: Tokenizer, ours: Tokenizer) -> None:
     token = next(token for token, number in expected.items() if found.get(token) != number)
     raise ValueError(
       f"{owner} has another tokenizer ({type(theirs).__name__}) than the policy: {differing} of"
-      f" {len(expected)} tokens differ, such as {token!r}, id {expected[token]} of the policy and"
-      f" {found.get(token)} of the teacher; choose a teacher of the same tokenizer"
+      f" {len(expected)} tokens differ in their ids; for example, {token!r} is {expected[token]} in"
+      f" the policy's tokenizer and {found.get(token)} in the teacher's. Choose a teacher of the"
+      " same tokenizer"
     )

@@ -25,16 +25,17 @@ _SAY_FROM_S = 5.0  # the duration is printed if it is longer
 
 
 def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task) -> int:
-  """Grades every problem's reference answer, which must be correct, and an empty answer.
+  """Grades two answers to every problem: an empty answer, and the reference answer.
 
-  A reference answer is graded only if `right_completion` gives a completion for it. If problems are
-  generated when sampled, only the first problems are graded. With a user's own grader, which may be
-  slow, no more gradings begin after some seconds. Each of several processes grades its share.
+  The reference answer must be graded as correct. It is graded only if `right_completion` gives a
+  completion for it. If problems are generated when sampled, only the first problems are graded.
+  With a user's own grader, which may be slow, no more gradings begin after some seconds. Each of
+  several processes grades its share.
 
   Returns:
     The number of problems that were graded.
   Raises:
-    GraderStartError: a problem's reference answer is not correct, or the grader crashed and
+    GraderStartError: a reference answer is not graded as correct, or the grader crashed and
       config.grading.outcomes masks crashes. The message names files and lines.
   """
   began = time.monotonic()
@@ -66,9 +67,9 @@ def check_every_line(outcome_policy: OutcomePolicy, pool: GraderPool, task: Task
     warn(f"the grader exceeds its time limit on {_describe(slow, count)}")
   if faults:
     raise GraderStartError(
-      f"the grader does not fit {_describe(faults, count)}. A problem's reference answer must be"
-      " correct, and no text may crash a grader: correct these lines, leave them out, or set"
-      " another grader"
+      f"the grader does not fit {_describe(faults, count)}. A grader must grade a problem's"
+      " reference answer as correct, and must not crash on any text: correct these lines, leave"
+      " them out, or set another grader"
     )
   if (seconds := time.monotonic() - began) > _SAY_FROM_S:
     say(f"graded {count} problems in {seconds:.0f} s")

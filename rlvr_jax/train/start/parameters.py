@@ -110,8 +110,8 @@ def check_start(start: ml_collections.ConfigDict, adapters: str, workdir: Path) 
   """
   if start.optimizer and not start.checkpoint:
     raise CheckpointError(
-      "config.start.optimizer = True has no effect without config.start.checkpoint; set that to"
-      " another run's WORKDIR/checkpoints/STEP"
+      "config.start.optimizer = True has no effect without config.start.checkpoint; set"
+      " config.start.checkpoint to another run's WORKDIR/checkpoints/STEP"
     )
   if start.checkpoint and adapters:
     raise CheckpointError(
@@ -180,12 +180,13 @@ def _check_same_network(ours: Mapping[str, JSON], path: Path) -> None:
     theirs = network_identity(config)
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise CheckpointError(
-      f"{path} is not the configuration of a run ({type(error).__name__}: {error}). Put it back, or"
-      " copy the checkpoint to a folder without it"
+      f"{path} is not the configuration of a run ({type(error).__name__}: {error}). Put back a copy"
+      " of the run's config.json, or copy the checkpoint to a folder without config.json"
     ) from error
   differing = {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]}
   if differing:
     raise CheckpointError(
-      f"the run of {path.parent} has another network, adapters or tokenizer: {differing} (in the"
-      " run, in this configuration); set config to the run's values"
+      f"the run of {path.parent} has another network, adapters or tokenizer. Differing fields, each"
+      f" with (that run's value, this configuration's value): {differing}. Set them to that run's"
+      " values"
     )

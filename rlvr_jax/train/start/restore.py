@@ -37,7 +37,7 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The sources, with the checkpoint and batches of other runs with which this run began.
+  """The run's sources, with the same checkpoint and batches of other runs as when the run began.
 
   Args:
     sources: the sources made from the present configuration.
@@ -105,14 +105,16 @@ def find_resumable(
 
   Later checkpoints are removed; damaged checkpoints are renamed on a disk, and removed in a bucket.
   From an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again
-  with the same policy, and reads other batches from the store.
+  with the same policy, and reads other batches from the store. If sampling goes on during updates,
+  pending rollouts may be damaged, since any policy may sample them again.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.
     abstract: shapes, dtypes and shardings of the train state.
     layout: the layout of this start, from `describe_layout`.
   Raises:
-    StoreError: no checkpoint is old enough to sample the damaged batches again.
+    StoreError: the run can go on from no intact checkpoint: each time, pending batches are damaged,
+      or the next batches need earlier policies.
     TornCheckpointError: all checkpoints are damaged.
   """
   for restored in checkpointer.intact(abstract):
@@ -136,8 +138,9 @@ def find_resumable(
     )
   if checkpointer.steps():
     raise StoreError(
-      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
-      " no checkpoint is old enough to sample them again. Put them back, or start again in another"
+      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, or"
+      " need earlier policies, and there is no checkpoint from which the run can sample them again."
+      " Put back copies of damaged or missing rollouts and checkpoints, or start again in another"
       " --workdir"
     )
   return None

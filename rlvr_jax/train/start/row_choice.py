@@ -1,4 +1,4 @@
-"""Chooses the rows and micro-batches that suit a run's lengths of rollouts, and its devices.
+"""Chooses the rows and micro-batches that suit the lengths of a run's rollouts, and its devices.
 
 Rows always have room for the longest rollout that the configuration allows, so that every batch
 fits. The best row length depends on the actual lengths of rollouts and on the device: on the fixed
@@ -51,10 +51,10 @@ def choose_row_layout(
 ) -> RowLayout:
   """The layout in which batches with lengths such as these are computed fastest.
 
-  It packs this batch and batches that are drawn from its groups, some with longer responses. Among
-  layouts with little padding, it takes the layout with the least cost. A position costs 1, or more
-  in long rows whose attention computes all scores; a micro-batch adds the cost of a fixed number of
-  positions.
+  The function packs the batch of these lengths, and batches drawn from its groups, some with longer
+  responses. Among layouts with little padding, it takes the layout with the least cost. A position
+  costs 1, or more in long rows whose attention computes all scores; a micro-batch adds the cost of
+  a fixed number of positions.
 
   Args:
     shape, kind, mesh: as in `make_row_layout`.

@@ -42,9 +42,9 @@ def read_rows(workdir: Path) -> RowTokens | None:
       return RowTokens(**{name: record[name] for name in RowTokens._fields})
     except (OSError, ValueError) as error:
       raise WorkdirError(
-        f"{path}, which records the rows of this run, cannot be read: {error}. Put back a"
-        " copy, or remove it: then rows are chosen for the next batch, and results differ by"
-        " rounding"
+        f"{path}, which records the rows of this run, cannot be read: {error}. Put back a copy of"
+        " this file, or remove it: then rows are chosen for the next batch, and results"
+        " differ by rounding"
       ) from error
   if not (workdir / "config.json").exists():
     return None
@@ -60,7 +60,7 @@ def write_rows(workdir: Path, tokens: RowTokens) -> None:
 
 
 def row_fields(tokens: RowTokens | None) -> dict[str, int | None]:
-  """The configuration fields that give these rows, by name; None if rows are not chosen yet."""
+  """The configuration fields that give these rows, by name; all None if rows are not chosen."""
   values = tokens._asdict() if tokens else dict.fromkeys(RowTokens._fields)
   return {f"batch.{name}": value for name, value in values.items()}
 
@@ -105,7 +105,7 @@ class RunRows:
 
   @property
   def fields(self) -> dict[str, int | None]:
-    """The configuration fields that give these rows; None before rows are chosen."""
+    """The configuration fields that give these rows; all None before rows are chosen."""
     return row_fields(self._tokens)
 
   def placement(self, batch: Callable[[], TrainBatch]) -> Placement:

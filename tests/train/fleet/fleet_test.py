@@ -130,9 +130,15 @@ class WantsNothing:
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    (dict(schedule="fixed_lag(lag=2)"), r"'fixed_lag\(lag=2\)' has no real-time bound; set it to"),
+    (
+      dict(schedule="fixed_lag(lag=2)"),
+      r"'fixed_lag\(lag=2\)' does not sample during updates; set config\.schedule = 'asynchronous",
+    ),
     (dict(fleet__silent_s=0.5), r"silent_s = 0.5"),
-    (dict(generation_mesh__data=1), r"has devices of its own, but a sampler has all of its"),
+    (
+      dict(generation_mesh__data=1),
+      r"has devices of its own, while a fleet's sampler samples on the devices of config\.mesh",
+    ),
     (
       dict(sources__temperature=dict(fraction=0.5, temperature=1.5, recorded="raw")),
       r"recorded = 'raw' needs the policy's parameters",

@@ -50,7 +50,7 @@ def test_defaults_are_those_that_the_compiler_knows_and_that_are_not_set(monkeyp
     (f"{ACCEPTED} {ACCEPTED}", r"sets xla_cpu_enable_fast_math twice; remove one"),
     (
       "xla_tpu_enable_windowed_einsum_for_all_gather=false",
-      r"^config\.compiler_options\.training: the compiler for cpu does not accept it: No such"
+      r"^config\.compiler_options\.training: the compiler for cpu refuses an option: No such"
       r" compile option: 'xla_tpu_.*'; remove the option",
     ),
     ("xla_cpu_enable_fast_math=maybe", r"'maybe' is not a valid bool value\.?; remove the option"),

@@ -201,7 +201,7 @@ def test_a_sampler_waits_for_the_run_of_its_trainer(tmp_path, capsys, monkeypatc
 
 def test_no_run_and_no_configuration(tmp_path):
   for checkpoint, told in (
-    (tmp_path / "a/b/c", "in no run's folder that has"),
+    (tmp_path / "a/b/c", "nor the two folders above it have a run's"),
     ("s3://b/run", "bucket"),
   ):
     with pytest.raises(ValueError, match=rf"--checkpoint.*{told}"):

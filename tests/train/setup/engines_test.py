@@ -139,5 +139,7 @@ def test_slots_that_do_not_fit_are_refused():
   # Two times (95 − 7.6 · (12 + 2) / 4) GB beside the parameters, for slots of 0.134 GB.
   assert choose(1000) == 1000  # more than the 800 that leave room for temporary buffers
   assert 700 < choose(0) < 900
-  with pytest.raises(ValueError, match=r"sampling\.slots = 1100: 10\d\d of them fit\. A.*Lower"):
+  with pytest.raises(
+    ValueError, match=r"sampling\.slots = 1100: only 10\d\d fit into memory\. A.*Lower"
+  ):
     choose(1100)

@@ -79,7 +79,7 @@ def test_a_loss_of_full_responses_takes_a_teacher_s_loss():
 
 def test_another_vocabulary_is_refused(tmp_path):
   checkpoint = write_run(tmp_path, model__overrides=dict(vocab_size=512))
-  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, the policy has 264"):
+  with pytest.raises(ValueError, match="has a vocabulary of 512 tokens, but the policy has 264"):
     build(tiny.config(**fields(checkpoint)).lock())
 
 
@@ -87,9 +87,9 @@ def test_a_run_is_refused_without_a_step_and_with_adapters(tmp_path):
   checkpoint = write_run(tmp_path, lora__rank=2)
   with pytest.raises(ValueError, match=r"is a run; name one of its checkpoints"):
     build(tiny.config(**fields(tmp_path)).lock())
-  with pytest.raises(ValueError, match=r"has adapters alone; export that run"):
+  with pytest.raises(ValueError, match=r"has only adapters; export that run"):
     build(tiny.config(**fields(checkpoint)).lock())
-  with pytest.raises(ValueError, match=r"checkpoints/9' has no checkpoint of a run"):
+  with pytest.raises(ValueError, match=r"checkpoints/9' does not exist, or its run has no"):
     build(tiny.config(**fields(checkpoint.with_name("9"))).lock())
 
 
@@ -204,7 +204,10 @@ REFUSED |= {  # fields that do not go together
   "itself": (fields("policy"), "the student itself"),
   "no place": (fields(**PRIVILEGED, teacher__prompt="{question}"), "lacks {privileged}"),
   "no length": (fields(teacher__privileged="hint"), "max_prompt_length = 0"),
-  "whole distributions": (fields(distillation="kl", **PRIVILEGED), "needs one teacher"),
+  "whole distributions": (
+    fields(distillation="kl", **PRIVILEGED),
+    "its teacher must read the prompt of the policy",
+  ),
   "dialogues": (fields(**PRIVILEGED, environment__name="guess"), "environment"),
 }
 
@@ -225,11 +228,15 @@ def configured(task, **changes):
 @pytest.mark.parametrize(
   ("changed", "fields_of_teacher", "message"),
   [
-    ({"kind": "c"}, two(), r"lines\.jsonl, line 8: its teacher, .* is 'c'; .* has \['a', 'b'\]"),
+    (
+      {"kind": "c"},
+      two(),
+      r"lines\.jsonl, line 8: its field 'kind', .* teacher 'c', but .* has only \['a', 'b'\]",
+    ),
     (
       {"hint": None},
       fields(**PRIVILEGED),
-      r"line 8: it has no text 'hint', which config\.teacher\.privileged names",
+      r"line 8: it has no text in the field 'hint', which config\.teacher\.privileged names",
     ),
     ({"hint": "x" * 30}, fields(**PRIVILEGED), r"a teacher's prompt has 3\d tokens but"),
   ],
