@@ -114,7 +114,9 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
   """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
-    raise ValueError(f"{directory} is not a local folder; convert to a local folder, and copy it")
+    raise ValueError(
+      f"{directory} is not a local folder; convert into a local folder, then copy that folder"
+    )
   return target
 
 

@@ -145,7 +145,7 @@ def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
   if (where := _first_difference(head, embedding)) is not None:
     raise ValueError(
       f"{directory}: {head.name!r} differs from {embedding.name!r} {where}, but {CONFIG} says that"
-      " they are tied; if they are not, set tie_word_embeddings to false there"
+      f" the two are tied; if they are not, set tie_word_embeddings to false in {CONFIG}"
     )
 
 
@@ -172,7 +172,11 @@ def _check_tensors(
   """
   problems = []
   if missing := [name for name in published if name not in tensors]:
-    untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
+    untied = (
+      f" (if it is tied to the embedding, set tie_word_embeddings to true in {CONFIG})"
+      if HEAD in missing
+      else ""
+    )
     problems.append(f"{len(missing)} missing: {_first_names(missing)}{untied}")
   if unknown := [tensors[name].name for name in tensors if name not in published]:
     problems.append(f"{len(unknown)} unknown: {_first_names(unknown)}")
@@ -180,7 +184,7 @@ def _check_tensors(
     if name in tensors and tensors[name].shape != shape:
       tensor = tensors[name]
       problems.append(
-        f"{tensor.name!r} in {tensor.path} has shape {tensor.shape}, the model's {shape}"
+        f"{tensor.name!r} in {tensor.path} has shape {tensor.shape}, but the model needs {shape}"
       )
   if problems:
     raise ValueError(

@@ -165,7 +165,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer has the type linear_attention; this is not supported")
+      raise ValueError(f"{owner}: no layer has the type linear_attention; at least one must")
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields

@@ -159,7 +159,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     if theirs is None:
       raise ValueError(
         f"parameter {'/'.join(path)} is in no checkpoint in Hugging Face's layout; pass a network's"
-        " parameters, with its adapters merged"
+        " parameters, with adapters merged into the kernels"
       )
     layers = layers_in(stack_of(path[1]), config.kinds)
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])

@@ -60,8 +60,8 @@ class Tensor:
     """The NumPy dtype; raises ValueError unless it is a plain floating-point type."""
     if self.dtype_name not in DTYPES:
       raise ValueError(
-        f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, only {', '.join(DTYPES)}"
-        " can be read; quantized checkpoints have to be converted to one of these first"
+        f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, but only"
+        f" {', '.join(DTYPES)} can be read; convert a quantized checkpoint to one of these first"
       )
     return DTYPES[self.dtype_name]
 
