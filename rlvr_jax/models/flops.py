@@ -41,7 +41,7 @@ def forward_flops(
   With a prompt of s tokens and a response of t tokens, the layers process s + t − 1 tokens, since
   the last token predicts nothing, and the head is applied at t positions. Generation with a KV
   cache costs the same. A dialogue counts as one response with the tokens of all turns; the head is
-  applied only to the policy's tokens. Caches that are computed again do not count.
+  applied only to the policy's tokens. The recomputation of a cache does not count.
 
   Args:
     config: the network's settings.
@@ -53,7 +53,7 @@ def forward_flops(
   Returns:
     FLOPs of all P·G responses.
   Raises:
-    ValueError: the lengths have other shapes, or are too small.
+    ValueError: an array has another shape, a length is too small, or `predicted` exceeds a length.
   """
   lengths = (prompt_lengths, response_lengths, predicted)
   forward = _forward(config, *lengths, shared_prompt=shared_prompt)

@@ -90,9 +90,9 @@ def load_params(
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
-    ValueError: weights are pickled or quantized, a file is damaged, or tensors are missing, unknown
-      or of another shape than the parameters, all found before weights are read; or weights are NaN
-      or infinite.
+    ValueError: before weights are read, if weights are pickled or quantized, a file is damaged, or
+      tensors are missing, unknown or of another shape than the parameters. After weights are read,
+      if weights are NaN or infinite.
   """
   family = checkpoint_family(directory)
   leaves = find_leaves(abstract_params, config, family)
@@ -119,8 +119,8 @@ def open_tensors(
 ) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory; returns usual name → tensor.
 
-  `huggingface_tensors` defines usual names. No weights are read yet, except a tied head that was
-  saved beside the embedding.
+  `huggingface_tensors` defines usual names. No weights are read yet, except that a tied head is
+  compared with the embedding if both were saved.
 
   Raises:
     FileNotFoundError, ValueError: the errors of `load_params` that come before weights are read.
@@ -322,8 +322,8 @@ def save_checkpoint(
     params: nested dict of arrays, sharded or not.
     config: settings of the network.
     dtype: dtype of the written weights: bfloat16, float16 or float32.
-    source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
-      further settings, such as the stop tokens, are copied.
+    source: a checkpoint directory of the same family; its tokenizer, its generation_config.json and
+      its further settings, such as the stop tokens, are copied.
     further_files: name → content, such as a tokenizer's files; these replace copied files.
     max_shard_bytes: limit on the size of a file.
     block_bytes: bytes of a tensor that are gathered at a time.

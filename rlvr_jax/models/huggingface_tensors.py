@@ -224,7 +224,8 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
 
   Returns:
     Name of a published module → name of each of this package's modules in it → indices: row i of
-    the latter is row indices[i] of the published tensor. Every row of a published module is used.
+    this package's module is row indices[i] of the published tensor. Every row of a published module
+    is used.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:

@@ -160,7 +160,7 @@ def _is_pair(tree: Any) -> bool:
 
 
 def adapt(model: Model, settings: LoraSettings | None) -> Model:
-  """Makes adapters the trained parameters of `model`; unchanged if `settings` is None."""
+  """`model` with adapters as its trained parameters; unchanged if `settings` is None."""
   if settings is None:
     return model
   return model._replace(combine=functools.partial(combine, settings=settings))

@@ -1,4 +1,4 @@
-"""Estimates by arithmetic the bytes that training and sampling a network take on one device.
+"""Estimates, by arithmetic, of the memory that training and sampling take on one device.
 
 The compiler's temporary buffers do not count. For the KV cache see `rollouts.decoder.slot_bytes`.
 """
@@ -75,9 +75,9 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 
 
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
-  """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
+  """Bytes that the compiler for CPUs keeps in addition to `activation_bytes`; 0 with remat.
 
-  The compiler also keeps the operands of element-wise operations, about as many values as matrix
+  The compiler keeps the operands of element-wise operations, about as many values as matrix
   products return. If rows are short, the compiler also keeps the attention scores of all pairs of
   tokens.
 

@@ -161,7 +161,7 @@ def _open_shards(
 
 
 def open_file(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
-  """Opens the tensors of a safetensors file; raises ValueError if the header does not match it."""
+  """Opens the tensors of a safetensors file; raises ValueError if header and file do not match."""
   try:
     # The memory map stays valid after the copy's name is deleted.
     with open_to_read(system, path) as local, safe_open(local, framework="numpy") as file:

@@ -301,8 +301,8 @@ class TransformerConfig:
   def mixture(self) -> tuple[int, ...]:
     """The sizes of the mixture of experts, which recorded routes must match.
 
-    They are the numbers of layers with experts, of experts, and of experts per token. If some
-    layers have no experts, the indices of the layers with experts follow.
+    The sizes are the numbers of layers with experts, of experts, and of experts per token. If some
+    layers have no experts, the indices of the layers with experts follow these numbers.
     """
     numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
@@ -597,7 +597,7 @@ class Transformer(nnx.Module):
     routes: Routes | None = None,
     lengths: Array | None = None,
   ) -> tuple[Array, Routes, Array]:
-    """`response_hidden` for a mixture, which also returns its routers' choice and probabilities.
+    """Like `response_hidden`, for a mixture; also returns its routers' choice and probabilities.
 
     Returns:
       Hidden states; the routers' own routes, i32, even if `routes` replaces them; and the sum over
@@ -679,7 +679,7 @@ class Transformer(nnx.Module):
   def row_routed(
     self, tokens: Array, rows: Rows, routes: Array | None = None
   ) -> tuple[Array, Array, Array]:
-    """`row_hidden` for a mixture, which also returns its routers' choice and probabilities.
+    """Like `row_hidden`, for a mixture; also returns its routers' choice and probabilities.
 
     Returns:
       Hidden states; the routers' own routes i32[R, L, sparse layers, k], even if `routes` replaces
