@@ -109,8 +109,8 @@ def as_group(name: str, rewards: Array, valid: Array) -> Array:
   chex.assert_equal_shape([rewards, valid])
   if rewards.shape[1] < 2:
     raise ValueError(
-      f"advantage {name!r} compares the rollouts of one prompt, but the group size G ="
-      f" {rewards.shape[1]}; set config.batch.group_size ≥ 2, or use 'reinforce'"
+      f"advantage {name!r} compares the rollouts of one prompt, but the group size is G ="
+      f" {rewards.shape[1]}; set config.batch.group_size ≥ 2, or use advantage 'reinforce'"
     )
   return masked_fill(rewards, valid)
 

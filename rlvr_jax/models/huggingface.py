@@ -80,8 +80,8 @@ def load_params(
   """Loads a checkpoint directory's weights as sharded parameters.
 
   Every process reads only the parts that its devices need, and reads each part once. It sends
-  blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So the
-  host needs memory for about one block beyond the parameters.
+  blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So
+  loading needs host memory for about one block, in addition to the parameters.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
@@ -312,7 +312,7 @@ def save_checkpoint(
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
-  """Writes a directory that `transformers` loads; all processes call this, and the first writes.
+  """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
 
   Only the tensors of one shard at a time are on the host. A local directory is written atomically;
   at a URL, config.json is written last.

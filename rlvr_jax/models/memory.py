@@ -48,7 +48,7 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
-  For gated DeltaNets `_delta_bytes` is added, for one layer or, without remat, for all layers.
+  For gated DeltaNets, `_delta_bytes` is added: without remat for every such layer, otherwise once.
 
   Args:
     config: the network's settings.
@@ -129,7 +129,7 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
 def output_head_bytes(
   config: TransformerConfig, tokens: float, tensor: int, *, backward: bool = True
 ) -> float:
-  """Bytes of a chunk's float32 logits and of the kernel; `backward` adds the gradients of both.
+  """Bytes of the head's kernel and of a chunk's float32 logits; `backward` adds their gradients.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.
