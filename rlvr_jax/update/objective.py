@@ -131,7 +131,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 
 
 class Scores(NamedTuple):
-  """The results of a forward pass for the loss; results of disjoint micro-batches add up."""
+  """The results of a forward pass that the loss needs; sums over micro-batches give the batch's."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -305,13 +305,13 @@ def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether this micro-batch predicts a response token, bool[P, G, T]."""
+  """For each response token, whether this micro-batch predicts it, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
 
 
 def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether a position of a micro-batch's rows predicts a response token, bool[R, L]."""
+  """For each position of a micro-batch's rows, whether it predicts a response token, bool[R, L]."""
   _, R, L = packed.tokens.shape
   is_inside = in_micro_batch(packed, micro_batch)
   places = jnp.where(is_inside, packed.places - micro_batch * R * L, R * L)
