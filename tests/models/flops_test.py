@@ -156,9 +156,10 @@ def test_lengths_that_are_none():
   message = r"shape \[3\] and response_lengths has shape \[2, 2\]; the shapes must be \[P\] and"
   with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [1, 2, 3], [[1, 2], [3, 4]])
-  with pytest.raises(ValueError, match=r"shortest prompt has 0 .* response 0; a prompt must"):
+  message = r"shortest prompt has 0 .* shortest response 0; a prompt must have at least 1 token"
+  with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [0], [[1, 2]])
-  message = r"predicted, of shape \[1, 2\], has another .*or a value above the length of its resp"
+  message = r"predicted, of shape \[1, 2\], has another .*a value above the length of its response"
   with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [1], [[1, 2]], predicted=[[2, 2]])
   with pytest.raises(ValueError, match="shortest response -1"):
