@@ -34,8 +34,8 @@ class Advantage(NamedTuple):
     needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
       fields may be None.
     per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]. An
-      estimator that scores turns returns `coefficients` unchanged if the batch has no turns. None:
-      a rollout's coefficient applies to all its tokens. `per_token` cannot be combined with a
+      estimator that compares turns returns `coefficients` unchanged if the batch has no turns.
+      None: a rollout's coefficient applies to all its tokens. `per_token` cannot be combined with a
       reweighting or with a loss of full responses, such as `gmpo`: this is a configuration error.
   """
 

@@ -105,9 +105,9 @@ def gdpo(
   """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
 
   The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order.
-  Other estimators get one reward made of these scores, which can be equal for rollouts with
-  different scores. GDPO tells these rollouts apart, and a reward that hardly varies counts as much
-  as a reward that varies much. A constant reward contributes 0.
+  Other estimators get one reward, such as the weighted sum of these scores, which can be equal for
+  rollouts with different scores. GDPO tells these rollouts apart, and a reward that hardly varies
+  counts as much as a reward that varies much. A constant reward contributes 0.
 
   A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
   mean over tokens and rewards depend on the length, μ is not 0, and a constant group gets

@@ -64,7 +64,7 @@ def at_most_k(k: int, valid: Array) -> Metrics:
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
-  """A of `pass_at_k_advantages`, or the limit of this A for infinite groups.
+  """A with the policy gradient ∇pass@k: `pass_at_k_advantages`, or its limit for infinite groups.
 
   Args:
     k: ≥ 1, and below the group size.
