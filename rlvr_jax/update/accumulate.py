@@ -48,7 +48,7 @@ def update_gradient(
   Args:
     trained: the parameters with respect to which the gradient is taken.
     frozen: the network's other parameters; {} if all are trained.
-    estimate: batch → coefficients before a reweighting, see `objective.estimate_coefficients`.
+    estimate: batch → `objective.Estimate`, with the coefficients before a reweighting.
     key: the key for the randomness of a reweighting.
     teacher: as for `policy_forward`.
   """

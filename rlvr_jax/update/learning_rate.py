@@ -29,7 +29,7 @@ def linear(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: the rate would reach this fraction of the peak one update after the last update.
-      So even at 0, no update is wasted at a rate of 0.
+      So even with 0, no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
@@ -46,7 +46,7 @@ def cosine(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: the rate would reach this fraction of the peak one update after the last update.
-      So even at 0, no update is wasted at a rate of 0.
+      So even with 0, no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)
