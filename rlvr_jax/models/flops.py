@@ -101,8 +101,8 @@ def _forward(
   of_policy = t if predicted is None else np.asarray(predicted, np.int64)
   if of_policy.shape != t.shape or np.any(of_policy > t):
     raise ValueError(
-      f"forward_flops: predicted, of shape {list(of_policy.shape)}, has another shape than"
-      f" response_lengths, {list(t.shape)}, or a value above the length of its response"
+      f"forward_flops: predicted has shape {list(of_policy.shape)}; it must have the shape of"
+      f" response_lengths, {list(t.shape)}, and no value above the length of its response"
     )
   shortest = np.min(s, initial=1), np.min(t, initial=0)
   if shortest[0] < 1 or shortest[1] < 0:

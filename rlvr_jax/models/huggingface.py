@@ -81,7 +81,7 @@ def load_params(
 
   Every process reads only the parts that its devices need, and reads each part once. It sends
   blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So
-  loading needs host memory for about one block, in addition to the parameters.
+  the host needs memory for about one block, and for parameters only if they are on its CPU.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.

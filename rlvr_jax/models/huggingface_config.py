@@ -165,7 +165,10 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer has the type linear_attention; at least one must")
+      raise ValueError(
+        f"{owner}: no layer has the type linear_attention; a network without such layers is not"
+        " supported"
+      )
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields

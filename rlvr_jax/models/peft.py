@@ -179,9 +179,9 @@ def check_adapters(adapters: Params, settings: LoraSettings, config: Transformer
   }
   if differing:
     raise ValueError(
-      f"adapters with rank = {settings.rank} and targets = {settings.targets!r} do not fit the"
-      f" model: {differing} (shape found, shape needed; the first axis counts layers). Use the base"
-      " and the settings that the adapters were trained with"
+      f"adapters do not fit the model with rank = {settings.rank} and targets ="
+      f" {settings.targets!r}: {differing} (shape found, shape needed; the first axis counts"
+      " layers). Use the base and the settings that the adapters were trained with"
     )
 
 

@@ -159,7 +159,7 @@ def test_lengths_that_are_none():
   message = r"shortest prompt has 0 .* shortest response 0; a prompt must have at least 1 token"
   with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [0], [[1, 2]])
-  message = r"predicted, of shape \[1, 2\], has another .*a value above the length of its response"
+  message = r"predicted has shape \[1, 2\]; it must .*no value above the length of its response"
   with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [1], [[1, 2]], predicted=[[2, 2]])
   with pytest.raises(ValueError, match="shortest response -1"):
