@@ -1,4 +1,4 @@
-"""The interface of advantage estimators, with helpers for group estimators."""
+"""The interface of advantage estimators, and helpers for estimators that use groups."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Advantage(NamedTuple):
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
       per-token entropy of the policy over loss tokens, nats; NaN if there is no loss token.
       `solve_rate` is the policy's solve rate *before* any dynamic-sampling filter, NaN if unknown;
-      None computes it from the batch.
+      if it is None, `update` computes it from the batch.
     metrics: (state, batch) → metrics of the state and of the estimator on the batch.
     needs_binary: whether rewards must be 0 or 1; other rewards are then a configuration error.
     needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
       fields may be None.
-    per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T], or
-      `coefficients` unchanged if the batch has no turns. None: all tokens of a rollout have its
-      single coefficient. `per_token` cannot be combined with a reweighting or with a loss of full
-      responses, such as `gmpo`: this is a configuration error.
+    per_token: (state, batch, coefficients f32[P, G]) → the loss's coefficients f32[P, G, T]. An
+      estimator that compares turns returns `coefficients` unchanged if the batch has no turns.
+      None: a rollout's coefficient applies to all its tokens. `per_token` cannot be combined with a
+      reweighting or with a loss of full responses, such as `gmpo`: this is a configuration error.
   """
 
   init: Callable[[Array], Any]
@@ -61,7 +61,13 @@ def stateless(
   needs_binary: bool = False,
   metrics: Callable[[TrainBatch], Metrics] = lambda batch: {},
 ) -> Advantage:
-  """Makes an estimator without state; the arguments are fields of `Advantage`."""
+  """Makes an estimator without state.
+
+  Args:
+    function: `Advantage.apply` as a function of the batch alone.
+    needs_binary: see `Advantage`.
+    metrics: `Advantage.metrics` as a function of the batch alone.
+  """
 
   def update(state: Any, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None) -> Any:
     del batch, entropy, solve_rate
@@ -103,8 +109,8 @@ def as_group(name: str, rewards: Array, valid: Array) -> Array:
   chex.assert_equal_shape([rewards, valid])
   if rewards.shape[1] < 2:
     raise ValueError(
-      f"advantage {name!r} compares the rollouts of one prompt, but the group size G ="
-      f" {rewards.shape[1]}; set config.batch.group_size ≥ 2, or use 'reinforce'"
+      f"advantage {name!r} compares the rollouts of one prompt, but the group size is G ="
+      f" {rewards.shape[1]}; set config.batch.group_size ≥ 2, or use advantage 'reinforce'"
     )
   return masked_fill(rewards, valid)
 
@@ -113,7 +119,7 @@ def zero_if_constant(coefficients: Array, rewards: Array, valid: Array) -> Array
   """Coefficients [P, G], set to exactly 0 in groups without two different valid rewards.
 
   The coefficients of rollouts that are not valid are also 0. Rewards are compared with one another,
-  not with their mean r̄: the mean of G copies of 0.1 need not be 0.1.
+  not with their mean r̄: because of rounding, the mean of G copies of 0.1 need not be 0.1.
   """
   return jnp.where(varies(rewards, valid) & (valid > 0), coefficients, 0.0)
 
@@ -122,8 +128,8 @@ def counts_over(batch: TrainBatch, over: str) -> Array:
   """How often each rollout counts in a statistic of the batch, f32[P, G]; 0 if it is not valid.
 
   Args:
-    over: one of `OVER`. "rollouts": every valid rollout counts once; "tokens": it counts once for
-      each of its loss tokens.
+    over: one of `OVER`. "rollouts": every valid rollout counts once; "tokens": a valid rollout
+      counts once for each of its loss tokens.
   """
   counts = {
     "rollouts": lambda: upcast(batch.valid > 0),
@@ -133,7 +139,9 @@ def counts_over(batch: TrainBatch, over: str) -> Array:
 
 
 def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
-  """x − μ, f32[P, G], and the unbiased σ, f32[], of a batch; both are exactly 0 if all x are equal.
+  """x − μ, f32[P, G], and σ, f32[]: μ is the mean of the batch, σ its unbiased standard deviation.
+
+  If all x that count are equal, x − μ and σ are exactly 0.
 
   Args:
     x: f32[P, G].

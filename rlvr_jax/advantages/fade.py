@@ -32,7 +32,11 @@ class Exponents(NamedTuple):
 
 
 def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
-  """α = clip(3(1−p̂)/(2p̂), 1, α_max), δ = clip(1 + Ĥ − H*, δ_min, 1)."""
+  """α = clip(3(1−p̂)/(2p̂), 1, α_max), δ = clip(1 + Ĥ − H*, δ_min, 1).
+
+  `state` holds the moving averages p̂ of the solve rate and Ĥ of the entropy, and the target entropy
+  H*.
+  """
   return Exponents(
     # At p̂ = 0 the quotient is +inf, which is clipped to α_max.
     alpha=jnp.clip(3 * (1 - state.solve_rate) / (2 * state.solve_rate), 1.0, alpha_max),
@@ -41,10 +45,10 @@ def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) 
 
 
 def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
-  """δ as in `adaptive_exponents`; α decreases from α_max to 1 while entropy decreases to H*.
+  """δ as in `adaptive_exponents`; α decreases from α_max to 1 while the entropy Ĥ decreases to H*.
 
-  **open**: the paper names the ablation but gives no formula; here α is linear in the entropy, from
-  the initial entropy to H*.
+  α is linear in Ĥ between the initial entropy and the target entropy H*. **open**: the paper names
+  this ablation but gives no formula.
   """
   span = state.initial_entropy - state.target_entropy
   excess = state.entropy - state.target_entropy
@@ -58,9 +62,10 @@ def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -
 def logarithmic_exponents(
   state: FadeState, *, alpha_max: float, delta_min: float, decay_updates: int
 ) -> Exponents:
-  """α decreases from α_max to 1 and δ from 1 to δ_min, with log(1+t)/log(1+T) at update t of T.
+  """α decreases from α_max to 1, and δ from 1 to δ_min, in proportion to log(1+t)/log(1+T).
 
-  **open**: the paper names the ablation but gives no formula.
+  t is the number of updates so far, and T is `decay_updates`. From t = T on, α is 1 and δ is δ_min.
+  **open**: the paper names this ablation but gives no formula.
   """
   elapsed = jnp.log1p(state.updates.astype(state.entropy.dtype))
   done = jnp.minimum(elapsed / jnp.log1p(decay_updates), 1.0)
@@ -79,17 +84,18 @@ def fade(
 ) -> Advantage:
   """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ computed from the run so far.
 
-  r̄ is the mean reward of the group. Update t uses the state before t, and then updates its moving
-  averages p̂ of the solve rate and Ĥ of the entropy. Ablations: `alpha_max=1.0` fixes α at 1,
-  `delta_min=1.0` fixes δ at 1, and `schedule` selects other schedules of α and δ.
+  r̄ is the mean reward of the group. Update t computes α and δ from the state that update t − 1
+  left. Then it updates the state's moving averages: p̂ of the solve rate, and Ĥ of the entropy.
+  Ablations: `alpha_max=1.0` fixes α at 1, `delta_min=1.0` fixes δ at 1, and `schedule` selects
+  other schedules of α and δ.
 
   Args:
     alpha_max: ≥ 1.
     delta_min: in (0, 1].
     smoothing: in (0, 1], weight of the new value in p̂ and Ĥ. **open**.
-    target_entropy: H* > 0 as a fraction of the initial entropy, or in nats per token; the paper
-      also runs 1.0 and 1.3 nats. At initial entropies of 0.1 to 0.5 nats the relative default
-      leaves δ near 1; sweep absolute values instead.
+    target_entropy: H* > 0, as a fraction of the initial entropy if `target_is_relative`, otherwise
+      in nats per token; the paper also runs 1.0 and 1.3 nats. At initial entropies of 0.1 to 0.5
+      nats, the default, half the initial entropy, leaves δ near 1; sweep absolute values instead.
     target_is_relative: whether `target_entropy` is a fraction of the initial entropy.
     schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
       (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).

@@ -62,6 +62,9 @@ def gdpo_advantages(
 ) -> Array:
   """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε).
 
+  μ and σ are the mean and the standard deviation of a over the batch; r̄_k and std_k are those of
+  reward k in the group.
+
   Args:
     rewards: f32[P, G, K].
     counts: f32[P, G], how often a rollout counts in μ and σ, from `base.counts_over`.
@@ -79,9 +82,9 @@ def gdpo_advantages(
   weights = tuple(weights) or (1.0,) * K
   if len(weights) != K:
     raise ValueError(
-      f"gdpo: weights = {weights} are {len(weights)} numbers for K = {K} rewards (the main"
-      " grader's reward, and one for each (grader, weight) of config.grading.extra); give one"
-      " weight for each reward, or none"
+      f"gdpo: weights = {weights} has length {len(weights)}, but there are K = {K} rewards: the"
+      " main grader's, and one for each grader in config.grading.extra; give one weight for each"
+      " reward, or weights = () to set all weights to 1"
     )
   of_one = leave_one_out_advantages if leave_one_out else grpo_advantages
   normalize = functools.partial(of_one, valid=valid, epsilon=epsilon, name="gdpo")
@@ -99,23 +102,23 @@ def gdpo(
   over: str = "rollouts",
   leave_one_out: bool = False,
 ) -> Advantage:
-  """A = (a − μ)/(σ + ε), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
+  """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
 
   The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order.
-  Other estimators get the sum of the rewards, which can be equal for rollouts with different
-  rewards. Here such rollouts differ, and a reward that hardly varies counts as much as a reward
-  that varies much. A constant reward contributes 0.
+  Other estimators get one reward, such as the weighted sum of these scores, which can be equal for
+  rollouts with different scores. GDPO tells these rollouts apart, and a reward that hardly varies
+  counts as much as a reward that varies much. A constant reward contributes 0.
 
   A group that is constant in every reward has exactly A = 0 if μ is a mean over rollouts. If μ is a
   mean over tokens and rewards depend on the length, μ is not 0, and a constant group gets
-  −μ/(σ + ε).
+  −μ/(σ + ε_B).
 
   Args:
     weights: ω, a number for each reward; () sets all to 1. The weights in `config.grading.extra`
       have no effect here.
-    epsilon: ≥ 0, added to the deviations of the group; 1e-4 in the authors' code, 1e-6 in other
+    epsilon: ε ≥ 0, added to the deviations of the group; 1e-4 in the authors' code, 1e-6 in other
       implementations.
-    batch_epsilon: ≥ 0, added to the batch's deviation; 1e-4 in the authors' code, 0 in NeMo-RL.
+    batch_epsilon: ε_B ≥ 0, added to the batch's deviation; 1e-4 in the authors' code, 0 in NeMo-RL.
     over: whether μ and σ are taken over "rollouts", or over loss "tokens" (verl).
     leave_one_out: whether r̄_k and std_k are taken over the group's other rollouts (NeMo-RL).
   Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL

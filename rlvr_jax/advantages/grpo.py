@@ -17,7 +17,8 @@ def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float, name: str =
     epsilon: added to the deviation, in units of reward.
     name: name of the estimator, for error messages.
   Returns:
-    f32[P, G]; gradient masses √(pq) on successes and on failures, for the solve rate p = 1 − q.
+    f32[P, G]. In large groups, the gradient masses of successes and of failures are both √(pq),
+    where p = 1 − q is the solve rate.
   Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300).
   """
@@ -28,8 +29,14 @@ def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float, name: str =
 
 
 def grpo_mean_advantages(rewards: Array, valid: Array) -> Array:
-  """A = r − r̄: f32[P, G], bool[P, G] → f32[P, G]; gradient masses pq and pq.
+  """A = r − r̄, f32[P, G]: the reward minus the mean reward r̄ of the group.
 
+  In large groups, the gradient masses of successes and of failures are both pq, where p = 1 − q is
+  the solve rate.
+
+  Args:
+    rewards: f32[P, G].
+    valid: bool[P, G].
   Source: "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv:2503.20783).
   """
   rewards = as_group("grpo_mean", rewards, valid)

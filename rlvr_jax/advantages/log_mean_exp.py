@@ -11,15 +11,15 @@ from rlvr_jax.types import Array
 
 
 def log_mean_exp_advantages(rewards: Array, valid: Array, *, eta: float) -> Array:
-  """A = (e^{ηr}/mean e^{ηr} − 1)/η.
+  """A = (e^{ηr}/mean e^{ηr} − 1)/η, with the mean over the group.
 
   Args:
     rewards: f32[P, G].
     valid: bool[P, G].
     eta: η > 0, in units of 1/reward; larger values favor the best rollouts.
   Returns:
-    f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) on successes and on failures, for the
-    solve rate p = 1 − q.
+    f32[P, G]. In large groups, the gradient masses of successes and of failures are both
+    pq(e^η − 1)/(η(p·e^η + q)), where p = 1 − q is the solve rate.
   Source: "Risk-Sensitive RL for Alleviating Exploration Dilemmas in Large Language Models"
     (arXiv:2509.24261).
   """

@@ -18,7 +18,8 @@ def maxrl_advantages(rewards: Array, correct: Array, valid: Array) -> Array:
     correct: f32[P, G] in {0, 1}.
     valid: bool[P, G].
   Returns:
-    f32[P, G]; gradient masses q on successes and q on failures, for the solve rate 1 − q.
+    f32[P, G]. In large groups, the gradient masses of successes and of failures are both q,
+    where 1 − q is the solve rate.
   Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
   """
   rewards = as_group("maxrl", rewards, valid)

@@ -41,16 +41,16 @@ def scores_by_turn(turn_scores: Array, turns: Array, valid: Array) -> tuple[Arra
 def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
   """A = A_dialogue + λ·A_turn, each (x − x̄)/(std + ε), where x is the reward or the turn's score.
 
-  An environment may score a turn of the policy after which the dialogue goes on (`Turn.score`).
+  An environment may score any turn of the policy except the dialogue's last (`Turn.score`).
   A_turn compares this score with the scores of the same turn in the other dialogues of the group: a
   first turn is compared with first turns. A_turn applies to the tokens of this turn. A turn without
-  a score gets A_dialogue alone. So does the last turn, whose score is the reward. Without turn
-  scores this is `grpo`.
+  a score gets A_dialogue alone. The last turn gets A_dialogue alone too, because its score is the
+  reward. Without turn scores, `mt_grpo` equals `grpo`.
 
   The paper has two turns, of which the first has a score. **open**: here each turn that has a score
   is compared separately. λ is `turn_advantage_coef` in the authors' code. If a dialogue does not
-  call the tool, that code takes the sum of both rewards and gives the dialogue the sum's advantage;
-  here it gets A_dialogue.
+  call the tool, the authors' code adds its two rewards and uses the advantage of the sum; here the
+  dialogue gets A_dialogue.
 
   Args:
     turn_weight: λ ≥ 0.

@@ -11,11 +11,13 @@ from rlvr_jax.types import Array
 
 
 def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
-  """A = r − Σ len·r/Σ len; the baseline has the least variance if |∇log π|² ∝ len.
+  """A = r − Σ len·r/Σ len over the group.
+
+  If |∇log π|² ∝ len, this baseline minimizes the variance of the policy gradient.
 
   Args:
     rewards: f32[P, G].
-    lengths: [P, G], tokens; the baseline of a group without tokens is 0.
+    lengths: [P, G], len in tokens; the baseline of a group without tokens is 0.
     valid: bool[P, G].
   Returns:
     f32[P, G].

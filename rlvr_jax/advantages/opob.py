@@ -27,11 +27,11 @@ def opob_advantages(
 
   Args:
     rewards: f32[P, G].
-    log_weights: f32[P, G], log W.
-    squared_norms: f32[P, G], ‖g‖² of the gradient of a response's log-probability.
+    log_weights: f32[P, G], log W, where W is the product of π/β over a response's tokens.
+    squared_norms: f32[P, G], ‖g‖², where g is the gradient of a response's log-probability.
     valid: bool[P, G].
-    by_deviation: whether A is divided by the biased standard deviation of the group's rewards plus
-      1e-8.
+    by_deviation: whether A is divided by s + 1e-8, where s is the biased standard deviation of the
+      group's rewards.
   Returns:
     f32[P, G].
   Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616) and the
@@ -56,13 +56,14 @@ def opob_advantages(
 def opob(*, by_deviation: bool = False) -> Advantage:
   """A = r − Σ W²‖g‖²·r/Σ W²‖g‖² over the group; W = Π_t π/β of a response, without truncation.
 
-  ‖g‖² is the diagonal of the Gram matrix of `config.gram`. g is the output head's gradient with
-  "streaming", and the gradient of all parameters with "per_rollout(parameters='all')". If W = 1 and
-  ‖g‖² is the length, this is `opo`. π is the policy before the update.
+  ‖g‖² is the diagonal of the Gram matrix of `config.gram`. g is the gradient of a response's
+  log-probability: with respect to the output head if `config.gram` is "streaming", with respect to
+  all parameters if it is "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length, this is
+  `opo`. π is the policy before the update.
 
   Args:
-    by_deviation: whether A is divided by the group's deviation of the rewards, as in the authors'
-      runs.
+    by_deviation: whether A is divided by the standard deviation of the group's rewards, as in the
+      authors' runs.
   Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616) and the
     authors' code.
   """

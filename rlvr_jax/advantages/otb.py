@@ -42,8 +42,8 @@ def otb_advantages(
 ) -> Array:
   """A_t = r − Σ_i E_it·r_i/(Σ_i E_it + 1e-8); E_it sums the energies of rollout i up to token t.
 
-  The sums are over the rollouts of the group that have a t-th loss token. Only loss tokens are
-  counted, so that an environment's tokens do not shift the comparison.
+  The sums are over the rollouts of the group that have a t-th loss token. t counts only loss
+  tokens, so that an environment's tokens do not shift the comparison.
 
   Args:
     rewards: f32[P, G].
@@ -112,15 +112,16 @@ def otb(
 ) -> Advantage:
   """A_t = r − Σ_i E_it·r_i/Σ_i E_it with E_it = Σ_{s≤t} w²·(1 − 2π(y_s) + Σ_v π(v)²).
 
-  Each token of a response has its own baseline. The baseline has the least variance if E_it is the
-  squared norm of the gradient of response i up to token t. π is the policy before the update. Its
-  log-probabilities need no extra forward pass if the batch is one micro-batch. Metrics of a
-  rollout's coefficient use the mean of A_t over its tokens.
+  Each token of a response has its own baseline. This baseline minimizes the variance of the policy
+  gradient if E_it is the squared norm of the gradient of response i up to token t. π is the policy
+  before the update. Its log-probabilities need no extra forward pass if the batch is one
+  micro-batch. Metrics of a rollout's coefficient use the mean of A_t over the rollout's tokens.
 
   Args:
     truncation: c > 0 in the loss's weights w = min(π/β, c) (`config.correction`); None sets w = 1,
       for rollouts sampled from the policy itself.
-    level: "token"; or "sequence", where the ratio is the product over the response.
+    level: "token", where π/β is the ratio of one token; or "sequence", where π/β is the product of
+      the ratios of the response's tokens.
     zero_tail: whether the baseline is 0 beyond the end of the second longest response, as in verl;
       otherwise A = 0 beyond this end.
     zero_constant: whether A = 0 in a group with equal rewards. If False, the longest response has A

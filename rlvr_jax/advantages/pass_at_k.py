@@ -17,7 +17,7 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   """A = k(w − w̄) with w = 1 if correct, else 1 − C(n−1−c, k−1)/C(n−1, k−1).
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
-  a correct rollout; the group has n valid rollouts, of which c are correct.
+  a correct rollout. The group has n valid rollouts, of which c are correct.
 
   k·w is unbiased: E[k·w ∇log π] = ∇pass@k. The mean w̄ contains the rollout's own w. So E[A ∇log π]
   = (1 − k/n)·∇pass@k: the direction is right, but the gradient is shorter. For k = 1 this is
@@ -29,8 +29,8 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
     valid: bool[P, G].
     k: 1 ≤ k < G.
   Returns:
-    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞, for the solve
-    rate p = 1 − q.
+    f32[P, G]. As G → ∞, the gradient masses of successes and of failures are both k·p·q^k, where
+    p = 1 − q is the solve rate.
   Raises:
     ValueError: at trace time, if k ≥ G.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
@@ -64,7 +64,7 @@ def at_most_k(k: int, valid: Array) -> Metrics:
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
-  """The gradient of pass@k by `pass_at_k_advantages`, or by its limit for infinite groups.
+  """A with the policy gradient ∇pass@k: `pass_at_k_advantages`, or its limit for infinite groups.
 
   Args:
     k: ≥ 1, and below the group size.

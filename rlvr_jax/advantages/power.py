@@ -23,7 +23,8 @@ def asym_advantages(
     delta: δ > 0; smaller values weight failures more.
     name: name of the estimator, for error messages.
   Returns:
-    f32[P, G]; gradient masses pq on successes and pq/δ on failures, for the solve rate p = 1 − q.
+    f32[P, G]. In large groups, the gradient mass is pq on successes and pq/δ on failures, where
+    p = 1 − q is the solve rate.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   rewards = as_group(name, rewards, valid)
@@ -49,8 +50,8 @@ def power_asym_advantages(
     alpha: α ≥ 1; hard prompts dominate if α > 1.
     delta, name: as for `asym_advantages`.
   Returns:
-    f32[P, G]; gradient masses p·q^α on successes and p·q^α/δ on failures, for the solve rate
-    p = 1 − q.
+    f32[P, G]. In large groups, the gradient mass is p·q^α on successes and p·q^α/δ on failures,
+    where p = 1 − q is the solve rate.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_equal_shape([rewards, correct])
@@ -59,7 +60,7 @@ def power_asym_advantages(
 
 
 def power(*, alpha: float = 2.0) -> Advantage:
-  """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; gradient masses p·q^α and p·q^α."""
+  """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; see `power_asym_advantages` with δ = 1."""
   check_between("power", "alpha", alpha, low=1.0)
   return stateless(
     lambda batch: power_asym_advantages(
@@ -70,13 +71,13 @@ def power(*, alpha: float = 2.0) -> Advantage:
 
 
 def asym(*, delta: float = 0.5) -> Advantage:
-  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ, δ > 0; gradient masses pq and pq/δ."""
+  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ, δ > 0; see `asym_advantages`."""
   check_between("asym", "delta", delta, low=0.0, open_low=True)
   return stateless(lambda batch: asym_advantages(batch.rewards, batch.valid, delta=delta))
 
 
 def power_asym(*, alpha: float = 2.0, delta: float = 0.5) -> Advantage:
-  """The prefactor of `power` and the weight of `asym`; gradient masses p·q^α and p·q^α/δ."""
+  """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ); see `power_asym_advantages`."""
   check_between("power_asym", "alpha", alpha, low=1.0)
   check_between("power_asym", "delta", delta, low=0.0, open_low=True)
   return stateless(

@@ -13,7 +13,7 @@ from rlvr_jax.types import Array
 
 
 def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weight: float) -> Array:
-  """A = λ if correct else −1; gradient masses λp and q.
+  """A = λ if correct else −1.
 
   A depends on the correctness, not on the reward, so that an overlong penalty or a bonus has no
   effect.
@@ -23,7 +23,8 @@ def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weigh
     valid: bool[P, G].
     success_weight: λ.
   Returns:
-    f32[P, G].
+    f32[P, G]. The gradient mass is λp on successes and q on failures, where p = 1 − q is the solve
+    rate.
   Source: "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning"
     (arXiv:2506.01347).
   """
@@ -34,10 +35,15 @@ def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weigh
 def asymmetric_reinforce_advantages(
   rewards: Array, valid: Array, *, baseline_shift: float
 ) -> Array:
-  """A = r − (r̄ + δV): f32[P, G], bool[P, G] → f32[P, G]; masses p(q − δV) and q·max(p + δV, 0).
+  """A = r − (r̄ + δV), f32[P, G], with the shift δV = `baseline_shift` of the group's mean reward r̄.
 
-  In a constant group A = −δV; groups of one rollout are allowed.
+  In large groups, the gradient mass is p(q − δV) on successes and q·max(p + δV, 0) on failures,
+  where p = 1 − q is the solve rate. In a constant group A = −δV. Groups of one rollout are allowed.
 
+  Args:
+    rewards: f32[P, G].
+    valid: bool[P, G].
+    baseline_shift: δV ≤ 0, in units of reward.
   Source: "Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and
     negative rewards" (arXiv:2506.20520).
   """
@@ -47,12 +53,15 @@ def asymmetric_reinforce_advantages(
 
 
 def reinforce() -> Advantage:
-  """A = r; gradient masses p and 0. Source: Williams 1992."""
+  """A = r. The gradient mass is p on successes and 0 on failures, where p is the solve rate.
+
+  Source: Williams 1992.
+  """
   return stateless(lambda batch: masked_fill(batch.rewards, batch.valid))
 
 
 def reinforce_signed() -> Advantage:
-  """A = 2r − 1; gradient masses p and q."""
+  """A = 2r − 1. The gradient mass is p on successes and 1 − p on failures; p is the solve rate."""
   return stateless(lambda batch: masked_fill(2 * upcast(batch.rewards) - 1, batch.valid))
 
 

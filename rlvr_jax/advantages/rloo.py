@@ -16,7 +16,8 @@ def rloo_advantages(rewards: Array, valid: Array) -> Array:
     rewards: f32[P, G].
     valid: bool[P, G].
   Returns:
-    f32[P, G]; gradient masses pq and pq in expectation at any G, for the solve rate p = 1 − q.
+    f32[P, G]. In expectation, the gradient masses of successes and of failures are both pq at any
+    G, where p = 1 − q is the solve rate.
   Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
     in LLMs" (arXiv:2402.14740).
   """

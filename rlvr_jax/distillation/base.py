@@ -20,11 +20,11 @@ class Distillation(NamedTuple):
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → a term f32[P, G, T], nats, constant for
-      differentiation. The update adds λ times the term to each token's coefficient (its advantage
-      after reweighting), whatever the loss. None: no term.
-    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. The update adds λ times
-      these losses to the tokens' policy-gradient losses. None: no losses. Both terms are 0 where
-      masked.
+      differentiation. The update adds λ = `config.teacher.weight` times the term to each token's
+      coefficient (its advantage after reweighting), whatever the loss. None: no term.
+    per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. The update adds λ times these
+      losses to the tokens' policy-gradient losses. None: no losses. The results of `advantage` and
+      of `per_token` are 0 where masked.
     divergence: the divergence between the whole distributions. The forward pass computes it at each
       token position, as the batch's `teacher_divergence`. None: only log-probabilities of sampled
       tokens are needed.
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 
 
 def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
-  """Checks shapes, casts to at least float32, and sets masked entries to 0.
+  """Log-probabilities under the policy, the sampler and the teacher, set to 0 where masked.
 
   Raises:
     ValueError: the batch has no teacher's log-probabilities.
@@ -71,8 +71,8 @@ def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
   chex.assert_rank(policy_logprobs, 3)
   if batch.teacher_logprobs is None:
     raise ValueError(
-      "distillation needs batch.teacher_logprobs f32[P, G, T], got None; take the teacher's"
-      " log-probabilities of the same tokens"
+      "distillation needs batch.teacher_logprobs f32[P, G, T], got None; set it to the teacher's"
+      " log-probabilities of the batch's tokens"
     )
   fill = lambda x: masked_fill(x, batch.mask)
   behavior, teacher = fill(batch.behavior_logprobs), fill(batch.teacher_logprobs)
@@ -88,6 +88,6 @@ def divergences(batch: TrainBatch) -> Array:
   if batch.teacher_divergence is None:
     raise ValueError(
       "distillation by whole distributions needs batch.teacher_divergence f32[P, G, T], got None;"
-      " compute it with student's and teacher's logits, see ops.divergence"
+      " compute it from the student's and the teacher's logits, see ops.divergence"
     )
   return masked_fill(batch.teacher_divergence, batch.mask)

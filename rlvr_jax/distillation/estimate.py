@@ -33,7 +33,7 @@ def kl_estimate(*, estimator: str = "k2", bound: float | None = None) -> Distill
   if estimator == "k1":
     raise ValueError(
       "kl_estimate: estimator = 'k1' as a loss has an expected gradient of 0, whatever the teacher;"
-      " choose 'k2', or the advantage of opd"
+      " choose estimator = 'k2', or config.distillation = 'opd', which uses k1 in the advantage"
     )
   check_choice("kl_estimate", "estimator", estimator, ESTIMATORS)
 

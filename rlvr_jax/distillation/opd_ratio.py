@@ -18,7 +18,7 @@ def opd_ratio(*, max_drop: float = 0.2, log_ratio_penalty: float = 1e-3) -> Dist
   Args:
     max_drop: δ in (0, 1]; a token is kept if its probability fell by at most δ; 1 keeps all tokens.
     log_ratio_penalty: λ ≥ 0.
-  Source: prime-rl's `ref_kl_loss_fn`, which has the default values.
+  Source: prime-rl's `ref_kl_loss_fn`, which has the same default values.
   """
   check_between("opd_ratio", "max_drop", max_drop, low=0.0, high=1.0, open_low=True)
   check_between("opd_ratio", "log_ratio_penalty", log_ratio_penalty, low=0.0)

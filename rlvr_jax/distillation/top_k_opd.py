@@ -10,8 +10,9 @@ from rlvr_jax.types import Array, TrainBatch
 def top_k_opd(*, top_k: int = 16) -> Distillation:
   """ℓ = Σ_{v∈S} −sg(w_v·(log τ_v − log π_v))·π_v/sg(π_v) over the student's top k tokens S.
 
-  w is π conditioned on S. The gradient of ℓ is the gradient of the conditioned KL, plus f·∇log π(S)
-  with f = Σ w·(log π − log τ). This second term changes the total probability of S.
+  w is π conditioned on S. The gradient of ℓ is the gradient of the KL between π and τ, both
+  conditioned on S, plus f·∇log π(S) with f = Σ w·(log π − log τ). This second term changes the
+  total probability of S.
 
   Args:
     top_k: k ≥ 1.

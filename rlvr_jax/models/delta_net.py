@@ -3,11 +3,13 @@
     q, k, v = silu(conv(x·W)) per head, q and k of unit norm;  g = −e^a·softplus(x·W_g + b);
     β = σ(x·W_β);  o from `ops.delta_rule`;  y = (rms(o) ⊙ silu(x·W_z))·W_o
 
+There are N_k key heads of width d_k, and N value heads of width d_v. Head h reads key head
+⌊h·N_k/N⌋. A convolution has C channels and reads T tokens.
+
 Parameters of the stacked layers, under "blocks/delta": query, key [layers, D, N_k·d_k], value, gate
 (W_z) [layers, D, N·d_v], output [layers, N·d_v, D], strength (W_β) and decay (W_g) [layers, D, N],
 log_rate (a) and decay_bias (b) [layers, N], the norm's scale [layers, d_v], and the taps of the
-convolutions, query_taps and so on [layers, C, T]. Head h reads key head ⌊h·N_k/N⌋. Gates are at
-least float32.
+convolutions, query_taps and so on [layers, C, T]. Gates are at least float32.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464); sizes and
 initialization of the decays as in "Transformers are SSMs" (arXiv:2405.21060).
@@ -100,7 +102,7 @@ class DeltaNet(nnx.Module):
     Args:
       mix: a function of `ops.delta_rule`: inputs → (results [R, L, N, d_v], carry).
     Returns:
-      y, and the carry.
+      y [R, L, D], and the carry that `mix` returned.
     """
     at_least_single = jnp.promote_types(x.dtype, jnp.float32)
     wide = lambda y: y.astype(at_least_single)

@@ -1,15 +1,16 @@
 """Mixtures of experts: a layer's MLP is the weighted sum of the few MLPs that a router chooses.
 
-    p = softmax(x·W_router),  E(x) = the k largest of p,  y = Σ_{e ∈ E(x)} w_e · MLP_e(x)
+    p = softmax(x·W_router),  S(x) = the k experts of largest p,  y = Σ_{e ∈ S(x)} w_e · MLP_e(x)
 
 The weights w are p at the chosen experts, in some models divided by their sum. Experts have no
-capacity limit, so every chosen expert computes its token. Scores, softmax and choice of the router
-are in float32 or better. Some models add σ(x·v) · MLP_shared(x), an expert for all tokens.
+capacity limit, so every expert computes all tokens that chose it. Scores, softmax and choice of the
+router are in float32 or better. Some models add σ(x·v) · MLP_shared(x), where all tokens share one
+expert.
 
 Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
 [layers, E, D, F], down [layers, E, F, D], for E experts of width F; shared_gate, shared_up,
-shared_down and shared_weight (v) [layers, D, 1] for a shared expert. They replace the MLP's
-parameters.
+shared_down and shared_weight (v) [layers, D, 1] for a shared expert. These parameters replace the
+MLP's parameters.
 
 Source: "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer"
 (arXiv:1701.06538); the router as in "Mixtral of Experts" (arXiv:2401.04088), §2.1.
@@ -122,8 +123,8 @@ class Experts(nnx.Module):
   ) -> tuple[Array, Routing]:
     """Applies the mixture to every token.
 
-    On a mesh the tokens are split over (data, fsdp) if these divide the first axis, and every
-    device sorts its own tokens. Each expert's width is split over tensor.
+    On a mesh the tokens are split over the axes (data, fsdp) if their number of devices divides R,
+    and every device sorts its own tokens. Each expert's width is split over tensor.
 
     Args:
       x: [R, L, D].

@@ -41,7 +41,7 @@ def forward_flops(
   With a prompt of s tokens and a response of t tokens, the layers process s + t − 1 tokens, since
   the last token predicts nothing, and the head is applied at t positions. Generation with a KV
   cache costs the same. A dialogue counts as one response with the tokens of all turns; the head is
-  applied only to the policy's tokens. Caches that are computed again do not count.
+  applied only to the policy's tokens. The recomputation of a cache does not count.
 
   Args:
     config: the network's settings.
@@ -53,7 +53,7 @@ def forward_flops(
   Returns:
     FLOPs of all P·G responses.
   Raises:
-    ValueError: the lengths have other shapes, or are too small.
+    ValueError: an array has another shape, a length is too small, or `predicted` exceeds a length.
   """
   lengths = (prompt_lengths, response_lengths, predicted)
   forward = _forward(config, *lengths, shared_prompt=shared_prompt)
@@ -95,20 +95,20 @@ def _forward(
   s, t = np.asarray(prompt_lengths, np.int64), np.asarray(response_lengths, np.int64)
   if s.ndim != 1 or t.ndim != 2 or s.shape != t.shape[:1]:
     raise ValueError(
-      f"forward_flops: prompt_lengths{list(s.shape)} and response_lengths{list(t.shape)} must be"
-      " [P] and [P, G]"
+      f"forward_flops: prompt_lengths has shape {list(s.shape)} and response_lengths has shape"
+      f" {list(t.shape)}; the shapes must be [P] and [P, G]"
     )
   of_policy = t if predicted is None else np.asarray(predicted, np.int64)
   if of_policy.shape != t.shape or np.any(of_policy > t):
     raise ValueError(
-      f"forward_flops: predicted{list(of_policy.shape)} must have the shape of response_lengths"
-      f"{list(t.shape)}, and no value above the response's length"
+      f"forward_flops: predicted has shape {list(of_policy.shape)}; it must have the shape of"
+      f" response_lengths, {list(t.shape)}, and no value above the length of its response"
     )
   shortest = np.min(s, initial=1), np.min(t, initial=0)
   if shortest[0] < 1 or shortest[1] < 0:
     raise ValueError(
       f"forward_flops: the shortest prompt has {shortest[0]} tokens and the shortest response"
-      f" {shortest[1]}; allowed are prompts of at least 1 token and responses of at least 0"
+      f" {shortest[1]}; a prompt must have at least 1 token, and a response at least 0"
     )
   copies = 1 if shared_prompt else t.shape[1]
   prompts = s[:, None]

@@ -3,9 +3,9 @@
   python -m rlvr_jax.models.gguf model.gguf checkpoints/model
 
 The file may be in a zip archive, such as a Python wheel. `config.model.checkpoint` and
-`config.tokenizer = "checkpoint"` load the folder. Its weights are float32, since bfloat16 would
-round even 4-bit weights: each weight is a small integer times the float16 scale of its block, in
-some formats plus a float16 offset.
+`config.tokenizer = "checkpoint"` load the folder. The folder's weights are float32, since bfloat16
+would round even 4-bit weights: each weight is a small integer times the float16 scale of its block,
+in some formats plus a float16 offset.
 Source: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -75,8 +75,8 @@ def convert(source: str | os.PathLike[str], directory: str | os.PathLike[str]) -
 
   Args:
     source: a local .gguf file, or a local zip with exactly one .gguf file.
-    directory: a local folder that is absent, empty, or was made from the same file by the same
-      version.
+    directory: a local folder that is absent, empty, or was made from the same file by this version
+      of the converter.
   Returns:
     True if the folder was made now; False if an earlier call had made it from this file.
   Raises:
@@ -114,7 +114,9 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
   """The path of a local folder; raises ValueError for a path on another file system."""
   system, target = locate(directory)
   if not isinstance(system, LocalFileSystem):
-    raise ValueError(f"{directory} is not a local folder; convert to a local folder, and copy it")
+    raise ValueError(
+      f"{directory} is not a local folder; convert into a local folder, then copy that folder"
+    )
   return target
 
 

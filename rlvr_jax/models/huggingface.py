@@ -80,8 +80,8 @@ def load_params(
   """Loads a checkpoint directory's weights as sharded parameters.
 
   Every process reads only the parts that its devices need, and reads each part once. It sends
-  blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So the
-  host needs memory for about one block beyond the parameters.
+  blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So
+  the host needs memory for about one block, and for parameters only if they are on its CPU.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
@@ -90,9 +90,9 @@ def load_params(
     block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
-    ValueError: weights are pickled or quantized, a file is damaged, or tensors are missing, unknown
-      or of another shape than the parameters, all found before weights are read; or weights are NaN
-      or infinite.
+    ValueError: before weights are read, if weights are pickled or quantized, a file is damaged, or
+      tensors are missing, unknown or of another shape than the parameters. After weights are read,
+      if weights are NaN or infinite.
   """
   family = checkpoint_family(directory)
   leaves = find_leaves(abstract_params, config, family)
@@ -119,8 +119,8 @@ def open_tensors(
 ) -> dict[str, Tensor]:
   """Opens and checks the tensors of a checkpoint directory; returns usual name → tensor.
 
-  `huggingface_tensors` defines usual names. No weights are read yet, except a tied head that was
-  saved beside the embedding.
+  `huggingface_tensors` defines usual names. No weights are read yet, except that a tied head is
+  compared with the embedding if both were saved.
 
   Raises:
     FileNotFoundError, ValueError: the errors of `load_params` that come before weights are read.
@@ -145,7 +145,7 @@ def _drop_tied_head(tensors: dict[str, Tensor], directory: Any) -> None:
   if (where := _first_difference(head, embedding)) is not None:
     raise ValueError(
       f"{directory}: {head.name!r} differs from {embedding.name!r} {where}, but {CONFIG} says that"
-      " they are tied; if they are not, set tie_word_embeddings to false there"
+      f" the two are tied; if they are not, set tie_word_embeddings to false in {CONFIG}"
     )
 
 
@@ -172,7 +172,11 @@ def _check_tensors(
   """
   problems = []
   if missing := [name for name in published if name not in tensors]:
-    untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
+    untied = (
+      f" (if it is tied to the embedding, set tie_word_embeddings to true in {CONFIG})"
+      if HEAD in missing
+      else ""
+    )
     problems.append(f"{len(missing)} missing: {_first_names(missing)}{untied}")
   if unknown := [tensors[name].name for name in tensors if name not in published]:
     problems.append(f"{len(unknown)} unknown: {_first_names(unknown)}")
@@ -180,7 +184,7 @@ def _check_tensors(
     if name in tensors and tensors[name].shape != shape:
       tensor = tensors[name]
       problems.append(
-        f"{tensor.name!r} in {tensor.path} has shape {tensor.shape}, the model's {shape}"
+        f"{tensor.name!r} in {tensor.path} has shape {tensor.shape}, but the model needs {shape}"
       )
   if problems:
     raise ValueError(
@@ -308,7 +312,7 @@ def save_checkpoint(
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
-  """Writes a directory that `transformers` loads; all processes call this, and the first writes.
+  """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
 
   Only the tensors of one shard at a time are on the host. A local directory is written atomically;
   at a URL, config.json is written last.
@@ -318,8 +322,8 @@ def save_checkpoint(
     params: nested dict of arrays, sharded or not.
     config: settings of the network.
     dtype: dtype of the written weights: bfloat16, float16 or float32.
-    source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
-      further settings, such as the stop tokens, are copied.
+    source: a checkpoint directory of the same family; its tokenizer, its generation_config.json and
+      its further settings, such as the stop tokens, are copied.
     further_files: name → content, such as a tokenizer's files; these replace copied files.
     max_shard_bytes: limit on the size of a file.
     block_bytes: bytes of a tensor that are gathered at a time.

@@ -81,8 +81,8 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
-    overrides: fields of `TransformerConfig` that replace the file's fields, such as the dtypes,
-      which are not read from the file.
+    overrides: fields of `TransformerConfig` that replace the values from the file, or the defaults
+      of fields that are not read from the file, such as the dtypes.
   Raises:
     FileNotFoundError: the directory has no config.json.
     ValueError: the family, rotary embedding or activation is not implemented, weights are
@@ -97,7 +97,7 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
 
 
 def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-  """Reads config.json; returns its content, and its path for messages."""
+  """Reads config.json; returns its content, and its path for error messages."""
   system, folder = locate(directory)
   path = posixpath.join(folder, CONFIG)
   return read_json(system, path), path
@@ -117,7 +117,7 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """Converts config.json's content to `TransformerConfig` fields; messages begin with `owner`."""
+  """Converts config.json's content to `TransformerConfig` fields; errors begin with `owner`."""
   name, settings = family_settings(published, owner)
   family = FAMILIES[name]
   c = {**family.defaults, **settings}
@@ -165,7 +165,10 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if family.sliding == "delta":
     fields["delta_layers"] = _delta_layers(c, owner)
     if fields["delta_layers"] is None:
-      raise ValueError(f"{owner}: no layer has the type linear_attention; this is not supported")
+      raise ValueError(
+        f"{owner}: no layer has the type linear_attention; a network without such layers is not"
+        " supported"
+      )
   if "decoder_sparse_step" in family.defaults:
     fields["sparse_layers"] = _sparse_layers(c, owner)
   return fields
@@ -210,7 +213,7 @@ def _sparse_layers(c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
 
 
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
-  """The family's name and the text model's settings; messages begin with `owner`."""
+  """The family's name and the text model's settings; error messages begin with `owner`."""
   kind: Any = published.get("model_type")
   check_choice(owner, "model_type", kind, (*FAMILIES, *MULTIMODAL))
   family, known = MULTIMODAL.get(kind) or (kind, FAMILIES[kind].architectures)

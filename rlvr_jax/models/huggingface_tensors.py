@@ -159,7 +159,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     if theirs is None:
       raise ValueError(
         f"parameter {'/'.join(path)} is in no checkpoint in Hugging Face's layout; pass a network's"
-        " parameters, with its adapters merged"
+        " parameters, with adapters merged into the kernels"
       )
     layers = layers_in(stack_of(path[1]), config.kinds)
     names = np.array([f"model.layers.{i}.{theirs}" for i in layers])
@@ -224,7 +224,8 @@ def row_tables(c: TransformerConfig, family: str) -> RowTables:
 
   Returns:
     Name of a published module → name of each of this package's modules in it → indices: row i of
-    the latter is row indices[i] of the published tensor. Every row of a published module is used.
+    this package's module is row indices[i] of the published tensor. Every row of a published module
+    is used.
   """
   tables: dict[str, Mapping[str, npt.NDArray[np.int64]]] = {}
   if FAMILIES[family].has_fused_gate:

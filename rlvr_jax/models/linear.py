@@ -24,7 +24,7 @@ class LowRank(NamedTuple):
 
 
 class Rounded(NamedTuple):
-  """A matrix s·q of 8-bit numbers q; products read q, and s·q is never formed; for decoding.
+  """A matrix s·q of 8-bit numbers q, for decoding; products read q, and s·q is never formed.
 
   See `models.quantized`.
   """
@@ -72,7 +72,7 @@ def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
 
 
 def value_of(parameter: nnx.Param) -> Array | LowRank | Rounded:
-  """The value of a parameter, which may be a structure instead of an array."""
+  """The value of a parameter: an array, a `LowRank` or a `Rounded`."""
   # flax 0.12 replaced `value` by `get_value`; [...] works for arrays only.
   return parameter.get_value() if hasattr(parameter, "get_value") else parameter.value
 

@@ -98,7 +98,7 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   if targeted := [f"blocks/{x}" for x in by_name if x.startswith("experts/") and is_targeted(x)]:
     raise ValueError(
       f"LoraSettings: targets = {settings.targets!r} matches {targeted[0]}, but adapters of experts"
-      " and their routers are not supported; target attention alone, such as"
+      " and their routers are not supported; target attention alone, for instance with targets ="
       ' "blocks/(query|value)$"'
     )
   is_kernel = lambda name: not name.startswith("experts/") and not name.endswith("_taps")
@@ -160,7 +160,7 @@ def _is_pair(tree: Any) -> bool:
 
 
 def adapt(model: Model, settings: LoraSettings | None) -> Model:
-  """Makes adapters the trained parameters of `model`; unchanged if `settings` is None."""
+  """`model` with adapters as its trained parameters; unchanged if `settings` is None."""
   if settings is None:
     return model
   return model._replace(combine=functools.partial(combine, settings=settings))

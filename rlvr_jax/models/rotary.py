@@ -48,7 +48,7 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartialFrequencies:
-  """Rotation of only the first pairs of entries (i, i + W/2) of a head.
+  """Rotation of only the first pairs (i, i + W/2) of a head with W entries.
 
   These pairs have the same frequencies as in a full rotation. The other pairs have frequency 0, so
   that they do not rotate (Gemma 4).
@@ -113,13 +113,13 @@ def rotary_tables(
 
 
 class RotaryTables(NamedTuple):
-  """Cosines and sines of positions, [..., L, 1, W/2], for full and sliding layers; W may differ."""
+  """Cosines and sines of positions, [..., L, 1, W/2]; full and sliding layers may differ in W."""
 
   full: tuple[Array, Array]
   sliding: tuple[Array, Array] | None  # for sliding layers; None: the same as `full`
 
   def of_layer(self, slides: Array | bool, unrotated: Array | bool = False) -> tuple[Array, Array]:
-    """Selects the tables of a layer; its kind may be traced, and angles are 0 if `unrotated`."""
+    """The tables of a layer; both arguments may be traced, and angles are 0 if `unrotated`."""
     cosine, sine = self.full
     if self.sliding is not None and isinstance(slides, bool):
       cosine, sine = self.sliding if slides else self.full
@@ -137,7 +137,7 @@ class RotaryTables(NamedTuple):
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
-  """Rotates the two halves of the first W entries of each head, by the tables' angles.
+  """Rotates the pairs (i, i + W/2) of the first W entries of each head by the tables' angles.
 
   Args:
     x: [..., L, N, H].

@@ -60,8 +60,8 @@ class Tensor:
     """The NumPy dtype; raises ValueError unless it is a plain floating-point type."""
     if self.dtype_name not in DTYPES:
       raise ValueError(
-        f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, only {', '.join(DTYPES)}"
-        " can be read; quantized checkpoints have to be converted to one of these first"
+        f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, but only"
+        f" {', '.join(DTYPES)} can be read; convert a quantized checkpoint to one of these first"
       )
     return DTYPES[self.dtype_name]
 
@@ -161,7 +161,7 @@ def _open_shards(
 
 
 def open_file(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
-  """Opens the tensors of a safetensors file; raises ValueError if the header does not match it."""
+  """Opens the tensors of a safetensors file; raises ValueError if header and file do not match."""
   try:
     # The memory map stays valid after the copy's name is deleted.
     with open_to_read(system, path) as local, safe_open(local, framework="numpy") as file:

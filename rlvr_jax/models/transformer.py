@@ -173,7 +173,7 @@ class TransformerConfig:
         yield f"{name}={dtype!r}; allowed: 'float32', 'bfloat16', 'float64'"
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
       if dtype == "float64" and not wide:
-        yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
+        yield f"{name}=float64 needs jax_enable_x64; set the environment variable JAX_ENABLE_X64=1"
     for name in ("sliding_layers", "unrotated_layers", "delta_layers", "sparse_layers"):
       layers = getattr(self, name)
       if layers is not None and len(layers) != self.num_layers:
@@ -188,13 +188,16 @@ class TransformerConfig:
         f"delta_{sizes[0]} is set, but no layer has a DeltaNet: delta_layers={self.delta_layers!r}"
       )
     if self.sliding_window is None and any(self.sliding_layers or ()):
-      yield "sliding_layers are set but sliding_window is None"
+      yield "sliding_layers are set, but sliding_window is None; set both, or neither"
 
   def _find_mistakes_of_full_layers(self) -> Iterator[str]:
     sizes = {name: getattr(self, name) for name in ("full_head_dim", "full_kv_heads")}
     if all(size is None for size in sizes.values()):
       if self.full_keys_as_values:
-        yield "full_keys_as_values is set but full_head_dim is None"
+        yield (
+          "full_keys_as_values is set, but full_head_dim is None; set full_head_dim and"
+          " full_kv_heads, or unset full_keys_as_values"
+        )
       return
     for name, size in sizes.items():
       if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
@@ -207,7 +210,7 @@ class TransformerConfig:
       yield f"rotary_width={self.rotary_width} and full_head_dim are both set; set one of them"
     if all(self.sliding_layers or (False,)):
       yield (
-        f"full_head_dim={self.full_head_dim} is set but all layers slide:"
+        f"full_head_dim={self.full_head_dim} is set, but every layer has a sliding window:"
         f" sliding_layers={self.sliding_layers!r}"
       )
 
@@ -219,14 +222,15 @@ class TransformerConfig:
     if self.sparse_layers is not None and not (self.num_experts and any(self.sparse_layers)):
       yield (
         f"sparse_layers={self.sparse_layers!r} with num_experts={self.num_experts}: a mixture has"
-        " experts in at least one layer; set both, or neither (0 and None)"
+        " num_experts > 0, and experts in at least one layer; without a mixture, set num_experts=0"
+        " and sparse_layers=None"
       )
     for name in ("num_experts", "experts_per_token", "expert_width", "shared_expert_width"):
       size = getattr(self, name)
       if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
         yield f"{name}={size!r} must be a whole number of at least 0 and below 2**31"
       elif size and not self.num_experts:
-        yield f"{name}={size!r} is set but num_experts=0, so that there are no experts"
+        yield f"{name}={size!r} is set, but num_experts=0, so that there are no experts"
     if self.experts is not None:
       yield from self.experts.find_mistakes()
       if self.mlp_bias:
@@ -297,8 +301,8 @@ class TransformerConfig:
   def mixture(self) -> tuple[int, ...]:
     """The sizes of the mixture of experts, which recorded routes must match.
 
-    They are the numbers of layers with experts, of experts, and of experts per token. If some
-    layers have no experts, the indices of the layers with experts follow.
+    The sizes are the numbers of layers with experts, of experts, and of experts per token. If some
+    layers have no experts, the indices of the layers with experts follow these numbers.
     """
     numbers = layers_in(SPARSE, self.kinds)
     sizes = len(numbers), self.num_experts, self.experts_per_token
@@ -593,7 +597,7 @@ class Transformer(nnx.Module):
     routes: Routes | None = None,
     lengths: Array | None = None,
   ) -> tuple[Array, Routes, Array]:
-    """`response_hidden` for a mixture, which also returns its routers' choice and probabilities.
+    """Like `response_hidden`, for a mixture; also returns its routers' choice and probabilities.
 
     Returns:
       Hidden states; the routers' own routes, i32, even if `routes` replaces them; and the sum over
@@ -675,7 +679,7 @@ class Transformer(nnx.Module):
   def row_routed(
     self, tokens: Array, rows: Rows, routes: Array | None = None
   ) -> tuple[Array, Array, Array]:
-    """`row_hidden` for a mixture, which also returns its routers' choice and probabilities.
+    """Like `row_hidden`, for a mixture; also returns its routers' choice and probabilities.
 
     Returns:
       Hidden states; the routers' own routes i32[R, L, sparse layers, k], even if `routes` replaces

@@ -1,4 +1,4 @@
-"""One update of the policy as a pure function; `step` is the algorithm and uses the other files."""
+"""One update of the policy as a pure function, `step.train_step`, and functions around it."""
 
 __all__ = [
   "accumulate",

@@ -2,8 +2,9 @@
 
 Phase 1, without gradient, computes coefficients, and the statistics of the full batch that the
 reweighting and the loss need. Phase 2, with gradient, takes these coefficients and statistics as
-constants, and adds up the loss's sums over micro-batches before it divides them. If every batch of
-the run is one micro-batch, one forward pass serves both phases, see `rows_if_accumulating`.
+constants. It adds up the numerator and the denominator of the loss over all micro-batches, and
+divides them at the end. If every batch of the run is one micro-batch, one forward pass serves both
+phases, see `rows_if_accumulating`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def update_gradient(
   Args:
     trained: the parameters with respect to which the gradient is taken.
     frozen: the network's other parameters; {} if all are trained.
-    estimate: the coefficients before a reweighting, see `objective.estimate_coefficients`.
+    estimate: batch → `objective.Estimate`, with the coefficients before a reweighting.
     key: the key for the randomness of a reweighting.
     teacher: as for `policy_forward`.
   """
@@ -86,7 +87,7 @@ def first_phase(
   method: Method,
   teacher: Any = None,
 ) -> Constants:
-  """The constants of phase 1; it runs a separate forward pass if `method.has_first_phase`."""
+  """The constants that phase 1 computes, in its own forward pass if `method.has_first_phase`."""
   scores, forward = None, None
   if method.has_first_phase:
     scores, forward = batch_forward(
@@ -106,7 +107,7 @@ def policy_logprobs(
   """The log-probability and the entropy (nats) of every loss token, each f32[P, G, T].
 
   Args:
-    sampling: the distribution to score; None: π.
+    sampling: the distribution whose log-probabilities and entropies are computed; None: π.
   """
   method = method._replace(gram=None)
   scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
@@ -165,8 +166,8 @@ def second_phase(
 ) -> tuple[tuple[Array, Metrics], Params]:
   """Phase 2 under accumulation: the surrogate loss f32[] with metrics, and the loss's gradient.
 
-  The sums Σ total and Σ weight are divided only at the end, so that several micro-batches give the
-  gradient of one batch.
+  Σ total and Σ weight, the numerator and the denominator of the loss, are divided only at the end.
+  So several micro-batches give the gradient of the full batch.
   """
   method = method._replace(gram=None)  # only phase 1 needs the Gram matrix
   # `update_gradient` adds the metrics of phase 1 once, since these cover the full batch.
@@ -228,8 +229,9 @@ def micro_gradient(
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """One micro-batch's ((Σ total, (Σ weight, metrics)), gradient of Σ total).
 
-  The network runs forward and backward once. Its log-probabilities give the constants; then the
-  loss's gradient with respect to the log-probabilities is pulled back through the network.
+  Σ total and Σ weight are as in `surrogate`. The network runs forward and backward once. Its
+  log-probabilities give the constants; then the loss's gradient with respect to the
+  log-probabilities is pulled back through the network.
 
   Args:
     batch: the batch, with a mask that is 0 for the tokens of other micro-batches.

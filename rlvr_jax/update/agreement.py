@@ -35,7 +35,7 @@ def response_logprobs(
     trained, frozen: parameters of the policy that sampled the rollouts.
     prompts: P prompts.
     tokens: i32[P, G, T].
-    lengths: i32[P, G], number of tokens of each response; padding after them uses no experts.
+    lengths: i32[P, G], number of tokens of each response; padding after a response uses no experts.
     prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
       choose.
     model: provides `combine`, `response_hidden` and `head`.
@@ -58,7 +58,7 @@ class Draws(NamedTuple):
 
 
 class Gap(NamedTuple):
-  """A sampler's deviation from the forward pass of updates."""
+  """A sampler's deviation from updates, whose forward pass gives each token the probability p."""
 
   mean: Array  # f32[], mean of |log p − behavior_logprobs| over tokens, nats
   largest: Array  # f32[], maximum of |log p − behavior_logprobs|, nats
@@ -97,9 +97,9 @@ def behavior_gap(
 ) -> Gap:
   """Compares rollouts with an update, by log-probabilities and by counts of drawn tokens; pure.
 
-  p is the probability that an update computes, by the same forward pass over packed rows. Under
-  truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding; such
-  tokens are excluded.
+  p is the probability that an update computes for a token, by the same forward pass over packed
+  rows. Under truncated sampling, a token at the edge of the kept set may have p = 0 because of
+  rounding; such tokens are excluded.
 
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.

@@ -69,10 +69,11 @@ def measure(
   Returns:
     Scalars and arrays. Scalars: see `geometry.diagnostics`; names of scalars that belong to the
     other feature end in that feature's name. A mixture of experts adds each layer's largest load,
-    and the share of recorded choices that have changed. Arrays: the Gram matrices f32[B, B] of
-    rollout gradients (g_i · g_j, not divided by B = P·G), f32[P, G] coefficients before and after
-    the reweighting, rewards and lengths; bool[P, G] valid; for a mixture f32[sparse layers, E], the
-    number of tokens that chose each expert; and the arrays of `of_tokens`.
+    and the share of recorded choices of experts that have changed. Arrays: the Gram matrices
+    f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G); f32[P, G] rewards, lengths,
+    and coefficients before and after the reweighting; bool[P, G] valid; for a mixture
+    f32[sparse layers, E], the number of tokens that chose each expert; and the arrays of
+    `of_tokens`.
   """
   params, context = state.params, method.gram_context
   estimate = functools.partial(estimate_coefficients, state.advantage_state, method=method)
@@ -151,9 +152,10 @@ def of_tokens(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the head's change W_t − W_0.
+  """Metrics of the change W_t − W_0 of the head's kernel.
 
-  They are its rank-one fraction, and its share of ‖·‖² of the change of all trained parameters.
+  The metrics are the rank-one fraction of W_t − W_0, and ‖W_t − W_0‖² as a share of the squared
+  norm of the change of all trained parameters.
   """
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:

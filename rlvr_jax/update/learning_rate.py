@@ -28,8 +28,8 @@ def linear(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: the fraction of the peak that the rate would reach one update after the
-      last update, so that no update is wasted at a rate of 0.
+    final_fraction: the rate would reach this fraction of the peak one update after the last update.
+      So even with 0, no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("linear", peak, warmup, final_fraction)
@@ -45,8 +45,8 @@ def cosine(
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
-    final_fraction: the fraction of the peak that the rate would reach one update after the
-      last update, so that no update is wasted at a rate of 0.
+    final_fraction: the rate would reach this fraction of the peak one update after the last update.
+      So even with 0, no update is wasted at a rate of 0.
     num_updates: the number of updates of the run.
   """
   _check("cosine", peak, warmup, final_fraction)

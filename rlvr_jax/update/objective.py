@@ -66,7 +66,7 @@ class Method(NamedTuple):
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: the seed of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
-    records_routes: whether rollouts contain the experts that a mixture chose in sampling.
+    records_routes: whether rollouts contain the experts that a mixture chose during sampling.
     replays_routes: whether an update uses the recorded experts, so that π is the policy given these
       experts.
   """
@@ -101,7 +101,7 @@ class Method(NamedTuple):
 
   @property
   def has_first_phase(self) -> bool:
-    """Whether a batch of several micro-batches needs a forward pass before the gradient's pass."""
+    """Whether a batch of several micro-batches needs a forward pass without gradient first."""
     needs_scores = self.loss.statistics is not None or self.expert_balance > 0
     return self.needs_gram or needs_scores or bool(self.measured)
 
@@ -123,15 +123,15 @@ class Method(NamedTuple):
 def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
   """The packed rows if batches of these shapes may have several micro-batches, otherwise None.
 
-  The decision depends on shapes only, so that one program serves all batches of a run. If some
-  batches need several micro-batches, all batches accumulate.
+  The decision depends on shapes only, so that one compiled program serves all batches of a run. If
+  some batches need several micro-batches, all batches accumulate.
   """
   packed = batch.packed
   return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
 class Scores(NamedTuple):
-  """The results of a forward pass for the loss; results of disjoint micro-batches add up."""
+  """The results of a forward pass for the loss; those of micro-batches add up to the batch's."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -187,7 +187,8 @@ def policy_forward(
 
   Args:
     micro_batch: index of the micro-batch; an unpacked batch is one micro-batch.
-    sampling: the distribution to score; None: π, the policy at `method.temperature`.
+    sampling: the distribution whose log-probabilities and entropies are computed; None: π, the
+      policy at `method.temperature`.
     masses: whether to compute the total probability of each probability bin.
     squares: whether to compute the sums of squared probabilities.
     length: how many of the first positions of each row to compute, static; later positions must be
@@ -195,7 +196,8 @@ def policy_forward(
     teacher: (trained, frozen) parameters of the teacher with which the method compares the policy;
       None for no comparison.
   Returns:
-    The scores; and a `Forward` with M = 1 if the Gram matrix needs the pass's results, else None.
+    The scores; and, if the Gram matrix needs the pass's results, a `Forward` of one micro-batch
+    (M = 1), otherwise None.
   """
   params = method.model.combine(trained, frozen)
   is_mixture = method.model.config.num_experts > 0
@@ -303,13 +305,13 @@ def routes_of_inputs(prompt_routes: Array, routes: Array) -> Routes:
 
 
 def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether this micro-batch predicts a response token, bool[P, G, T]."""
+  """For each response token, whether this micro-batch predicts it, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
 
 
 def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
-  """Whether a position of a micro-batch's rows predicts a response token, bool[R, L]."""
+  """For each position of a micro-batch's rows, whether it predicts a response token, bool[R, L]."""
   _, R, L = packed.tokens.shape
   is_inside = in_micro_batch(packed, micro_batch)
   places = jnp.where(is_inside, packed.places - micro_batch * R * L, R * L)
@@ -319,7 +321,7 @@ def predicting_places(packed: Packed, micro_batch: Array | int) -> Array:
 def select_rows(
   packed: Packed, micro_batch: Array | int, length: int | None = None
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Selects one micro-batch's rows, or their first `length` positions; the rest must be empty.
+  """One micro-batch's rows, or their first `length` positions; later positions must be empty.
 
   Returns:
     Tokens and targets, i32[R, length]; the `Rows` of these positions; and a function that maps
@@ -348,7 +350,7 @@ def _lengthen(values: Array, length: int | None) -> Array:
 
 
 def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> Any:
-  """Folds a step over the micro-batches of a batch; micro-batches with whole rows come first.
+  """Folds a step over a batch's micro-batches: first those with whole rows, then with short rows.
 
   Args:
     step: (index of the micro-batch, value, length=how many positions of each row to compute) → next
@@ -463,7 +465,7 @@ def policy_losses(
 
   Metrics keep their values per token, see `types.Mean`. Coefficients and losses include the
   teacher's terms. A vetoed token has neither a reward loss nor a teacher's loss, whether or not the
-  denominator counts the token.
+  aggregation's denominator counts the token.
   """
   coefficients = constants.coefficients
   if method.teaching is not None:
@@ -480,7 +482,11 @@ def policy_losses(
 def surrogate(
   scores: Scores, batch: TrainBatch, constants: Constants, *, method: Method
 ) -> tuple[Array, tuple[Array, Metrics]]:
-  """One micro-batch's (Σ total, (Σ weight, metrics)), as a function of the micro-batch's scores."""
+  """One micro-batch's (Σ total, (Σ weight, metrics)), as a function of the micro-batch's scores.
+
+  Σ total is the micro-batch's part of the numerator of the loss, and Σ weight its part of the
+  denominator. With the aggregation "constant", Σ weight is the denominator of the full batch.
+  """
   logprobs, entropy, load, changes, *_, taught = scores
   batch, teaching = add_taught(batch, taught), method.teaching
   coefficients, losses, mask, metrics = policy_losses(logprobs, batch, constants, method=method)

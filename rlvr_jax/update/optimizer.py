@@ -153,7 +153,7 @@ def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
 def clip_gradients(
   transformation: optax.GradientTransformation, max_gradient_norm: float | None
 ) -> optax.GradientTransformation:
-  """Prepends clipping of the global gradient norm to `transformation`; None does not clip."""
+  """`transformation` after clipping of the global gradient norm; None: without clipping."""
   if max_gradient_norm is None:
     return transformation
   return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)

@@ -72,11 +72,11 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with a step's number and loss, once the next report is due or the last step is
-      dispatched: reading the loss earlier would leave the devices idle.
+    report: called with a step's number and loss, but only when the next report is due or the last
+      step is dispatched: reading the loss earlier would leave the devices idle.
     report_every: steps between reports; the last step is reported too.
   Raises:
-    FloatingPointError: the loss is not finite.
+    FloatingPointError: a loss to report is not finite.
   """
   unread: list[tuple[int, Array]] = []
 

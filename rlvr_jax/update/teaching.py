@@ -36,7 +36,7 @@ class Teaching(NamedTuple):
   model: Any = None
 
   def coefficients(self, logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
-    """The coefficients w·A + λ·g, f32[P, G, T], if the teacher gives advantages g; otherwise A.
+    """The coefficients w·A + λ·g, f32[P, G, T], if λ > 0 and the teacher gives terms g; else A.
 
     Args:
       logprobs: f32[P, G, T], log π.
@@ -49,7 +49,7 @@ class Teaching(NamedTuple):
     return self.reward_weight * for_tokens(coefficients) + of_teacher
 
   def losses(self, logprobs: Array, batch: TrainBatch, losses: Array) -> Array:
-    """The losses w·ℓ + λ·ℓ_τ, f32[P, G, T], if the teacher gives losses ℓ_τ; otherwise ℓ."""
+    """The losses w·ℓ + λ·ℓ_τ, f32[P, G, T], if λ > 0 and the teacher gives losses ℓ_τ; else ℓ."""
     per_token = self.distillation.per_token
     if per_token is None or not self.weight:
       return losses

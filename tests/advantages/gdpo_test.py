@@ -56,7 +56,8 @@ def test_what_is_missing_is_said():
   batch = _batch()
   with pytest.raises(ValueError, match=r"'gdpo' needs batch\.rewards_by_name, got None"):
     parts.advantages_of(advantages.gdpo(), batch.rewards)
-  with pytest.raises(ValueError, match=r"weights = \(1\.0, 2\.0\) are 2 numbers for K = 3 rewards"):
+  message = r"weights = \(1\.0, 2\.0\) has length 2, but there are K = 3 rewards: the main grader's"
+  with pytest.raises(ValueError, match=message):
     advantages.gdpo(weights=(1.0, 2.0)).apply((), batch)
   with pytest.raises(ValueError, match=r"rewards_by_name is .* it must be \[P, G, K\]"):
     parts.advantages_of(advantages.gdpo(), batch.rewards, rewards_by_name=batch.rewards)

@@ -153,13 +153,14 @@ def test_a_large_model_at_short_context_follows_six_n(name):
 
 
 def test_lengths_that_are_none():
-  with pytest.raises(ValueError, match=r"\[3\] and response_lengths\[2, 2\] must be \[P\] and"):
+  message = r"shape \[3\] and response_lengths has shape \[2, 2\]; the shapes must be \[P\] and"
+  with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [1, 2, 3], [[1, 2], [3, 4]])
-  with pytest.raises(ValueError, match=r"shortest prompt has 0 .* shortest response 0; allowed"):
+  message = r"shortest prompt has 0 .* shortest response 0; a prompt must have at least 1 token"
+  with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [0], [[1, 2]])
-  with pytest.raises(
-    ValueError, match=r"predicted\[1, 2\] must have .*and no value above the response's length"
-  ):
+  message = r"predicted has shape \[1, 2\]; it must .*no value above the length of its response"
+  with pytest.raises(ValueError, match=message):
     forward_flops(FULL, [1], [[1, 2]], predicted=[[2, 2]])
   with pytest.raises(ValueError, match="shortest response -1"):
     forward_flops(FULL, [1], [[1, -1]])

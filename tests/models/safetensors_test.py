@@ -168,7 +168,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path):
 def test_quantized_tensors_are_refused_when_they_are_wanted(tmp_path):
   write_raw(tmp_path, {"x": dict(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4])}, bytes(4))
   tensor = open_checkpoint(tmp_path)["x"]
-  with pytest.raises(ValueError, match="'x' has dtype F8_E4M3, only F64, F32, F16, BF16"):
+  with pytest.raises(ValueError, match="'x' has dtype F8_E4M3, but only F64, F32, F16, BF16"):
     tensor.rows(0, 4)
 
 

@@ -27,7 +27,10 @@ def test_updates_get_the_scores_of_each_grader(tmp_path):
     (dict(environment__name="guess"), r"config\.environment\.name = 'guess' gives one score"),
     (dict(overlong__buffer=2), r"config\.overlong\.buffer = 2 shapes only the sum"),
     (dict(sources__recorded__fraction=0.5), r"config\.sources\.recorded\.fraction = 0\.5"),
-    (dict(advantage="gdpo(weights=(1.0,))"), r"weights = \(1\.0,\) are 1 numbers for K = 2"),
+    (
+      dict(advantage="gdpo(weights=(1.0,))"),
+      r"weights = \(1\.0,\) has length 1, but there are K = 2 rewards",
+    ),
   ],
   ids=["one grader", "environment", "overlong", "recorded", "weights"],
 )
