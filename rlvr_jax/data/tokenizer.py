@@ -18,8 +18,8 @@ class Tokenizer(Protocol):
   """Protocol of a tokenizer.
 
   A prompt is encoded once. The ids of a completion are decoded for graders and readers, and this
-  text is never encoded again. In a dialogue the tokens of a reply are appended to the policy's
-  tokens.
+  text is never encoded again. In a dialogue the tokens of the environment's reply are
+  appended to the policy's tokens.
   """
 
   vocab_size: int  # larger than every id; at most the model's V

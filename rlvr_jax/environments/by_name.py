@@ -57,7 +57,8 @@ def make_environment(
   )
   if grade is None and parameter is not None and parameter.default is parameter.empty:
     raise ValueError(
-      f"{owner}: {spec.name} needs grade, but there is no grader; pass grade to EnvironmentPool"
+      f"{owner}: {spec.name} needs the argument `grade`, but there is no grader; pass `grade` to"
+      " EnvironmentPool"
     )
   of_run: dict[str, Any] = {"deadline_s": deadline_s}
   if grade is not None:

@@ -77,9 +77,9 @@ def forward_bytes(config: TransformerConfig, tokens: float, tensor: int) -> floa
 def unfused_bytes(config: TransformerConfig, tokens: float, row_length: int) -> float:
   """Bytes that the compiler for CPUs keeps in addition to `activation_bytes`; 0 with remat.
 
-  The compiler keeps the operands of element-wise operations, about as many values as matrix
-  products return. If rows are short, the compiler also keeps the attention scores of all pairs of
-  tokens.
+  The compiler keeps the operands of element-wise operations. These are about as many values as all
+  matrix products return together. If rows are short, the compiler also keeps the attention scores
+  of all pairs of tokens.
 
   Args:
     config, tokens: see `activation_bytes`.

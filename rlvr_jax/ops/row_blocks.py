@@ -42,8 +42,8 @@ def round_to_blocks(length: int) -> int:
 def short_row(length: int) -> int:
   """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
-  It is a third of the row. If at least one of the splash kernel's blocks fits into a third, the
-  length is rounded down to whole blocks.
+  It is a third of the row, rounded down to a multiple of a block's length of the splash kernel; of
+  several lengths, the one that leaves the most. A third that is shorter than all blocks is kept.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third

@@ -190,9 +190,9 @@ def splash_cost(
   """The FLOPs and bytes of the kernels for these rows, counted over the steps of their grids.
 
   A block of an input is fetched if its index differs from the previous step's. A block of an output
-  is written once for each run of consecutive steps that use it. Two operations around the kernels
-  count, since they move as much as an operand: the conversion of the normalizers' layout, and the
-  sum of the partial gradients of the queries.
+  is written once for each run of consecutive steps that use it. The bytes include two
+  operations outside the kernels, each of which moves as many bytes as an operand: the conversion of
+  the layout of the softmax's log-normalizers, and the sum of the partial gradients of the queries.
 
   Args:
     rows: arrays i32[R, L].

@@ -103,8 +103,8 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
   """The groups with the same arrays: an array that a group lacks is added, filled with padding.
 
-  So groups of one turn can be joined with dialogues, which have `turns`. Recorded groups can be
-  joined with groups that have `token_versions`.
+  So groups of one turn can be joined with dialogues, which have `turns`. Groups of another run's
+  store, which lack `token_versions`, can be joined with groups that have this array.
   """
   having = {name: group for group in groups for name in group.arrays}
   return [
