@@ -349,8 +349,11 @@ def test_grades_come_from_the_parent_and_are_asked_once(tmp_path):
     ("guess(3", ValueError, "is not a component"),
     ("no_module:f", EnvironmentStartError, "No module named 'no_module'; start the program in"),
     ("faulty_environments:fualty", EnvironmentStartError, "did you mean one of ['faulty', 'F"),
-    ("faulty_environments:graded", EnvironmentStartError,
-     "graded needs the argument `grade`, but there is no grader; pass `grade` to"),
+    (
+      "faulty_environments:graded",
+      EnvironmentStartError,
+      "graded needs the argument `grade`, but there is no grader; pass `grade` to",
+    ),
     ("faulty_environments:without_reset", EnvironmentStartError, "has no reset(problem, seed)"),
     ("faulty_environments:dying", EnvironmentStartError, "exit status 7 last words"),
     ("guess(low=3, high=2)", EnvironmentStartError, "low = 3 is above high = 2"),
