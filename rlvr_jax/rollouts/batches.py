@@ -145,11 +145,12 @@ class BatchSettings:
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.
-    waits_for_all: whether all batches that have begun are completed before the next update. Then no
-      batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
+    waits_for_all: whether all batches that have begun are completed before the next update. If so,
+      no batch of an older policy is in progress at a checkpoint, and a run that is resumed samples
+      the same batches as without the stop.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: what is recorded of every draw, so that a later run can repeat draws that depend on
-      the clock: the fields of `Drawn` except draw, problems and version. {} if draws do not depend
+    how_drawn: the fields of `Drawn` except draw, problems and version. They are recorded with every
+      draw, so that a later run can repeat draws that depend on the clock. {} if draws do not depend
       on the clock.
     about: JSON values about the run, for other runs that read its store.
   """

@@ -60,7 +60,7 @@ class SamplingSource(NamedTuple):
   """A policy that samples some groups of every draw."""
 
   programs: EnginePrograms
-  load: Callable[[Policy], Params]  # a policy's weights, in the form that the programs take
+  load: Callable[[Policy], Params]  # policy → its weights, in the form that the programs take
   of_this_run: bool = True  # whether its weights derive from the trained policy's weights
 
 
@@ -246,7 +246,7 @@ class LocalSampler:
 
     Raises:
       SamplerStoppedError: there was nothing to decode, and no grader or environment answered within
-        the deadline; or no requested group is missing.
+        the deadline; or all requested groups have been returned already.
     """
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:

@@ -146,7 +146,7 @@ class RecordedRun:
 
 
 def encode_versions(versions: np.ndarray) -> EncodedVersions:
-  """Versions as JSON: a version per group for i32[P], or run lengths per rollout for i32[P, G, T].
+  """Versions as JSON: one per group for i32[P], or run-length encoded rollouts for i32[P, G, T].
 
   A rollout becomes [version, number of tokens, version, number of tokens, …] up to its last sampled
   token.
@@ -376,9 +376,9 @@ def simulated_asynchronous(
   samples, with l_s uniform on {0, …, L}. The inner maximum models a first-in, first-out queue, in
   which versions never decrease. So the lag of update t is min_{k ≥ 0} (l_{t−k} + k). For j ≤ L ≤ t,
   the lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1)): all lags occur, but the longest
-  lag is rare. With `recorded`, the problems, the random keys and the version of each token are
-  instead those of a recorded run. Then a batch is sampled once the newest version that it needs
-  exists.
+  lag is rare. With `recorded`, the run instead takes the problems, the random keys and the version
+  of each token from a recorded run. Then a batch is sampled when the run has the newest version
+  that the batch needs.
 
   Args:
     max_lag: L ≥ 0, updates; also a bound on recorded lags.

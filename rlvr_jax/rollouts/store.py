@@ -70,7 +70,7 @@ class TornShardError(RuntimeError):
 class RolloutStore:
   """A folder with batches of groups by number; safe to use from several threads.
 
-  One process at a time may open it for writing; any number may read concurrently.
+  One process at a time may open it for writing; any number of processes may read concurrently.
 
   Attributes:
     directory: the directory of the store.
@@ -206,7 +206,7 @@ class RolloutStore:
     return True
 
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Yields those of the numbers whose batches are missing or damaged.
+    """Yields the numbers whose batches are missing or damaged.
 
     A batch that `remove` has deleted does not count as missing. On a disk every file is read. In a
     bucket no object is read: an object that exists is complete.
@@ -284,7 +284,7 @@ class RolloutStore:
     return found
 
   def forget_groups(self, before: int) -> None:
-    """Deletes the stored groups of draws below `before`; the batches of these must be complete."""
+    """Deletes the stored groups of draws below `before`; these draws' batches must be complete."""
     names = [name for draw, names in self._groups().items() if draw < before for name in names]
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self._objects.remove, names))
