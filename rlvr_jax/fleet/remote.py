@@ -169,7 +169,7 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; the caller must have saved those of earlier calls.
+    """Waits for at least one group; the caller must have saved the groups of earlier calls.
 
     Raises:
       FleetError: see `look`.
@@ -186,7 +186,8 @@ class RemoteSampler:
       waited_s: seconds since a call last returned groups.
     Raises:
       FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
-        arrived before the deadline, another trainer has begun, or no requested group is missing.
+        arrived before the deadline, another trainer has begun, or all requested groups have been
+        returned already.
     """
     self._remove_complete()
     if not self._state.open:
