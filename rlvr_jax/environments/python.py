@@ -140,8 +140,8 @@ def python(
   sandbox, the environment raises `Refused`, which ends the dialogue. A turn without a program ends
   the dialogue, which the task's grader then judges.
 
-  With `state`, the dialogue's earlier programs are run again before each program, unless they had
-  failed. They run in the program's namespace, and their output is dropped. So the earlier
+  With `state`, the dialogue's earlier programs are run again before each program, except programs
+  that failed. They run in the program's namespace, and their output is dropped. So the earlier
   programs' other effects are repeated, their random numbers may differ, and their time counts
   towards the limit.
 

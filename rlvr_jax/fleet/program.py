@@ -256,7 +256,10 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups in progress must end before `policy` samples: True if theirs is not older."""
+    """Whether groups in progress must end before `policy` samples.
+
+    They must if the policy that samples them is not older than `policy`.
+    """
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:

@@ -141,7 +141,8 @@ class BatchSettings:
   """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: number of groups in a batch from each source; a source of recorded groups comes last.
+    quotas: number of groups in a batch from each source; another run's store, if it is a source,
+      comes last.
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.

@@ -657,7 +657,7 @@ def slot_bytes(
   cache_format: str = "",
   cache: str = "blocks",
 ) -> int:
-  """Bytes of a slot on one device: KV cache, states, and staged and copied keys and values.
+  """Bytes of a slot on one device: KV cache, states, and keys/values that a burst stages or copies.
 
   Args:
     network: `TransformerConfig`.

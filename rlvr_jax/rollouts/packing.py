@@ -49,7 +49,7 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Number of positions that an update computes; `short`: micro-batches with short rows."""
+    """Number of positions that an update computes; `short` of the micro-batches have short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 

@@ -60,7 +60,7 @@ class SamplingSource(NamedTuple):
   """A policy that samples some groups of every draw."""
 
   programs: EnginePrograms
-  load: Callable[[Policy], Params]  # policy → its weights, in the form that the programs take
+  load: Callable[[Policy], Params]  # offered policy → source's weights, as the programs take them
   of_this_run: bool = True  # whether its weights derive from the trained policy's weights
 
 

@@ -376,8 +376,8 @@ def simulated_asynchronous(
   samples, with l_s uniform on {0, …, L}. The inner maximum models a first-in, first-out queue, in
   which versions never decrease. So the lag of update t is min_{k ≥ 0} (l_{t−k} + k). For j ≤ L ≤ t,
   the lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1)): all lags occur, but the longest
-  lag is rare. With `recorded`, the run instead takes the problems, the random keys and the version
-  of each token from a recorded run. Then a batch is sampled when the run has the newest version
+  lag is rare. With `recorded`, the problems, the random keys and the version of each token are
+  instead the same as in a recorded run. Then a batch is sampled when the run has the newest version
   that the batch needs.
 
   Args:

@@ -80,7 +80,7 @@ class Bucket:
     return self._guard()
 
   def names(self, prefix: str = "") -> list[str]:
-    """Names of the objects that begin with `prefix`, sorted."""
+    """The object names that begin with `prefix`, sorted."""
     return sorted(self.describe(prefix))
 
   def describe(self, prefix: str = "") -> dict[str, tuple[int, int]]:

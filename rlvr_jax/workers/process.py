@@ -58,7 +58,7 @@ class Service(NamedTuple):
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     variables: environment variables that are added for the workers.
-    memory_field: the field to increase, which messages about too little memory name.
+    memory_field: the field to increase, for messages about too little memory.
     start_error: class of the error if a worker cannot be started.
     answer: answers the questions of programs (`worker.Ask`).
   """
