@@ -351,7 +351,7 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Copies prefilled caches and states, of prompts and of dialogues that continue, into slots.
+  """Copies the prefilled caches and states of prompts, and of dialogues that continue, into slots.
 
   The slots with new contents run from now on. The caller should donate `state`.
   """

@@ -452,7 +452,9 @@ class Engine:
     self.usage.add_costs(rebuilt_tokens=len(context.tokens))
 
   def swap(self, version: int, params: Params, *, rebuild: bool = False) -> None:
-    """Lets a version sample from the next burst on; keeps earlier versions' weights for plans.
+    """Lets a version sample from the next burst on.
+
+    The weights of earlier versions are kept for rollouts with plans.
 
     Args:
       version: the number of the version.

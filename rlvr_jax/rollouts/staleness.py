@@ -58,8 +58,8 @@ class RecordedRun:
     """Reads the info of the run's batches, removed batches included.
 
     Raises:
-      ValueError: the run lacks a batch; or a batch that several versions sampled was removed, or
-        has no record of how it was drawn.
+      ValueError: the run lacks a batch; or a batch with several versions was removed, or has no
+        record of how it was drawn.
       StoreError: the run has no rollouts.
     """
     self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
@@ -287,7 +287,7 @@ def same_number(update: int) -> int:
 
 
 def on_policy() -> Schedule:
-  """Update t trains on batch t, sampled just before the update, so by version t of the policy."""
+  """Update t trains on batch t, which version t of the policy samples just before the update."""
   return Schedule(limit=lambda v: v + 1, batch=same_number, first=same_number, open_ended=True)
 
 

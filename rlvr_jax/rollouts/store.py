@@ -85,8 +85,8 @@ class RolloutStore:
       directory: a folder with the store and nothing else, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: the workdir of the run that the store belongs to, whose claim guards writes into a
-        bucket.
+      workdir: the workdir of the run that the store belongs to; the run's claim to the workdir
+        guards writes into a bucket.
     Raises:
       StoreError: the folder is not a store, has another format, or another process writes to it.
     """
