@@ -185,8 +185,8 @@ class RemoteSampler:
     Args:
       waited_s: seconds since a call last returned groups.
     Raises:
-      FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
-        arrived before the deadline, another trainer has begun, or all requested groups have been
+      FleetError: no sampler is alive, a sampler has met an error that ends the run, or no group
+        arrived before the deadline; another trainer has begun; or all requested groups have been
         returned already.
     """
     self._remove_complete()

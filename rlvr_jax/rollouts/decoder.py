@@ -9,8 +9,8 @@ token to token; the state changes only in running slots.
 
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, on the
 rollouts in other slots, or on the order of requests. To ensure this, every matrix product has a
-fixed number of rows and more than one column, a burst always begins at a multiple of its length,
-and blocks of the cache are accumulated in order (`ops.decoding`).
+fixed number of rows and more than one column. For the same reason a burst always begins at a
+multiple of its length, and blocks of the cache are accumulated in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply a prefill
 computes the response's cache again, up to the last multiple of a burst's length. The next burst
