@@ -169,7 +169,9 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for at least one group; the caller must have saved the groups of earlier calls.
+    """Waits for groups and returns at least one.
+
+    The caller must have saved the groups of earlier calls.
 
     Raises:
       FleetError: see `look`.
