@@ -150,9 +150,9 @@ class BatchSettings:
       no batch of an older policy is in progress at a checkpoint, and a resumed run samples the same
       batches as a run that was not stopped.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: the fields of `Drawn` except draw, problems and version. They are recorded with every
-      draw, so that a later run can repeat draws that depend on the clock. {} if draws do not depend
-      on the clock.
+    how_drawn: the fields `burst_steps`, `slots` and `new_weights` of `Drawn`. They are recorded
+      with every draw, so that a later run can repeat draws that depend on the clock. {} if draws do
+      not depend on the clock.
     about: JSON values about the run, for other runs that read its store.
   """
 

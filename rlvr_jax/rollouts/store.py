@@ -206,7 +206,7 @@ class RolloutStore:
     return True
 
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Yields the numbers whose batches are missing or damaged.
+    """Yields each of these numbers whose batch is missing or damaged.
 
     A batch that `remove` has deleted does not count as missing. On a disk every file is read. In a
     bucket no object is read: an object that exists is complete.
