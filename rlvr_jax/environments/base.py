@@ -16,9 +16,9 @@ hyper-parameters as keywords:
 A factory with a keyword `grade` gets the task's grader for the rollout's problem. A factory with a
 keyword `deadline_s` gets the time limit of a turn in seconds. Replies may depend only on problem,
 seed and the policy's texts: if the process of an environment dies, the dialogue is repeated in
-another process and must give the same replies. Draw from `random.Random(seed)`, and keep no state
-outside of the environment's object. All rollouts of a problem have the same seed. The code runs in
-a thread, so it cannot set signal handlers.
+another process and must give the same replies. Take random numbers from `random.Random(seed)`, and
+keep no state outside of the environment's object. All rollouts of a problem have the same seed. The
+code runs in a thread, so it cannot set signal handlers.
 
 Replies have the role "user", unless the class says `roles = ("tool",)`. An environment with open
 resources, such as a connection, may have a method `close()`, which is called when the dialogue has
@@ -47,7 +47,7 @@ Grade: TypeAlias = Callable[[str], tuple[str, float, str]]
 
 
 class Turn(NamedTuple):
-  """An environment's turn: its reply, or the end of the dialogue."""
+  """An environment's answer to a turn of the policy: its reply, or the end of the dialogue."""
 
   reply: str = ""  # ignored if done; bytes are decoded as UTF-8
   done: bool = False  # whether the dialogue ends
@@ -67,7 +67,7 @@ class Turn(NamedTuple):
 
 
 class Refused(Stopped):
-  """Raised by `step` to refuse the policy's text; this outcome has a reward.
+  """Raised by `step` to refuse the policy's text; the outcome `ENVIRONMENT_REFUSED` has a reward.
 
   The outcome is not a fault of the environment.
   """
@@ -76,10 +76,11 @@ class Refused(Stopped):
 
 
 class TimedOut(Stopped):
-  """Raised by `step` if the policy's text causes too much work; this outcome has a reward.
+  """Raised by `step` if the policy's text causes too much work.
 
-  The outcome is not a fault of the environment. An environment may have a limit of its own, below
-  the pool's limit, and raise this error there. At the pool's limit the process is killed.
+  The outcome `ENVIRONMENT_LIMIT` has a reward, and is not a fault of the environment. An
+  environment may raise this error at a limit of its own, below the pool's limit. At the pool's
+  limit the process is killed.
   """
 
   kind = "timeout"

@@ -98,7 +98,7 @@ class EnvironmentPool(PoolOwner):
     the environment raised `TimedOut`.
   * "refused": the environment raised `Refused`.
   * "memory": an allocation failed under `memory_mib`, or SIGSEGV or SIGABRT ended the process.
-  * "failed": any other exception, an invalid result, or a process that ended otherwise.
+  * "failed": any other exception, an invalid result, or a process that ended in another way.
 
   Args:
     environment: string of an environment, "name(keyword=value)" or "my_module:factory".

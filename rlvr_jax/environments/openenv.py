@@ -437,8 +437,9 @@ def openenv(
     reset: names of the problem's fields that the server gets at a reset besides the seed, such as
       ("index",). A field is "question", "answer", or a field of the reference; "extra.index" is a
       field within "extra".
-    pattern: regular expression for the part of the policy's turn that the action gets: the first
-      group of the last match or, without groups, the whole last match. "": the complete turn.
+    pattern: regular expression for the part of the policy's turn that the action gets: the last
+      match's first capture group or, without capture groups, the whole last match. "": the complete
+      turn.
     score: "sum" of the rewards, or the "last" reward.
     role: the role of replies, "user" or "tool".
     deadline_s: limit of a reset or step, seconds; set by the run.

@@ -140,13 +140,13 @@ def python(
   sandbox, the environment raises `Refused`, which ends the dialogue. A turn without a program ends
   the dialogue, which the task's grader then judges.
 
-  With `state`, the dialogue's earlier programs that ended without an error run again before each
-  program. They run in the program's namespace, and their output is dropped. So the earlier
-  programs' other effects are repeated, their random numbers may differ, and their time counts
-  towards the limit.
+  With `state`, the dialogue's earlier programs are run again before each program. Programs that
+  ended with an error or were stopped at a limit are left out. The earlier programs run in the
+  program's namespace, and their output is dropped. So their other effects are repeated, their
+  random numbers may differ, and their time counts towards the limit.
 
-  The programs of one worker take turns. When a program first sleeps, the next program may start;
-  up to 3 programs that have slept may be unfinished beside the running program.
+  The programs of one worker take turns. When a program first sleeps, the next program may start.
+  Besides the running program, up to 3 programs that have slept may be unfinished.
 
   Args:
     limit_s: limit of a program's processor time, seconds, in (0, 120]. The time that the program

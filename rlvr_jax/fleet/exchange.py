@@ -110,7 +110,7 @@ class Exchange:
   # --- the trainer --------------------------------------------------------------------------------
 
   def begin_term(self, identity: Mapping[str, str]) -> int:
-    """Begins the next term; removes earlier terms with their ends, policies and draws.
+    """Begins the next term; removes earlier terms and their files: ends, policies and draws.
 
     Args:
       identity: properties that samplers must share with this trainer; name → text.

@@ -57,11 +57,11 @@ class Settings(NamedTuple):
 
   name: str
   identity: Mapping[str, str]  # code, configuration, data …: must equal the trainer's identity
-  capacity: int  # largest number of groups in progress, ≥ 1: one more than fill its slots
+  capacity: int  # the most groups in progress, ≥ 1: one more than the number that fills the slots
   silent_s: float = 30.0  # seconds without a new record after which a sampler counts as dead
   patience_s: float = 30.0  # seconds after which a group of the oldest draw is late
   poll_s: float = 0.1  # seconds between two polls of the exchange, while there is nothing to do
-  settle_s: float = 60.0  # seconds to wait for another trainer if the first has ended or differs
+  settle_s: float = 60.0  # seconds to wait for another trainer if the first ended or does not match
   idle_s: float = 3600.0  # seconds without a sign of the trainer after which the sampler ends
 
 
@@ -256,7 +256,10 @@ class Member:
     self.record = self.record._replace(version=policy.version)
 
   def must_finish(self, policy: Known) -> bool:
-    """Whether groups in progress must end before `policy` samples: if their policy is not older."""
+    """Whether groups in progress must end before `policy` samples.
+
+    They must if the policy that samples them is not older than `policy`.
+    """
     return self.is_busy() and self._policy is not None and policy.version <= self._policy.version
 
   def give(self, groups: Sequence[Group]) -> None:

@@ -137,8 +137,8 @@ class RemoteSampler:
 
     Args:
       exchange: the run's folder or bucket in which trainer and samplers exchange files.
-      publish: writes a policy for the samplers, and calls the given function once they can restore
-        it, perhaps later and in another thread.
+      publish: writes a policy for the samplers, and calls the given function when the samplers can
+        restore the policy, perhaps later and in another thread.
       settings: the settings of the trainer.
       fingerprints: the fingerprints of the versions before this start, as far as they are known.
       clock, sleep: this machine's clock, and a function that waits; both in seconds.
@@ -150,7 +150,7 @@ class RemoteSampler:
     self._state = _State(dict(fingerprints or {}), Watch(settings.silent_s, clock), clock())
 
   def offer(self, policy: Policy) -> None:
-    """Writes newer weights for the samplers, and announces them once they can be restored."""
+    """Writes newer weights for the samplers, and announces them when they can be restored."""
     fingerprint, term = policy.fingerprint(), self._term
     self._state.fingerprints[policy.version] = fingerprint
     self._publish(policy, lambda: self._exchange.announce(term, policy.version, fingerprint))
@@ -169,7 +169,9 @@ class RemoteSampler:
     self._state.begin(draw.number, found)
 
   def take(self) -> list[Group]:
-    """Waits for groups and returns at least one; the caller must have saved those of earlier calls.
+    """Waits for groups and returns at least one.
+
+    The caller must have saved the groups of earlier calls.
 
     Raises:
       FleetError: see `look`.
@@ -185,8 +187,9 @@ class RemoteSampler:
     Args:
       waited_s: seconds since a call last returned groups.
     Raises:
-      FleetError: no sampler is alive, a sampler has met an error that ends the run, no group
-        arrived before the deadline, another trainer has begun, or no requested group is missing.
+      FleetError: no sampler is alive, a sampler has met an error that ends the run, or no group
+        arrived before the deadline; another trainer has begun; or all requested groups have been
+        returned already.
     """
     self._remove_complete()
     if not self._state.open:

@@ -3,7 +3,7 @@
 A grader acts as an environment with one turn. Graders and environments work in other processes of
 this machine, so answers arrive late and in any order. If a run has several processes, all of them
 get the same answers after the same burst of decoding. The first process asks the environments; the
-processes share the requests to graders.
+processes take turns in asking the graders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _same(value: JSON) -> JSON:
 
 
 def in_this_process(action: Callable[[], JSON]) -> list[Any]:
-  """Runs an action and returns [its result]; `Processes.gather` if a run has only one process."""
+  """Runs an action and returns [its result]; the `Processes.gather` of a run of one process."""
   return [action()]
 
 
@@ -57,7 +57,7 @@ class Processes:
   Attributes:
     index: the index of this process.
     count: number of the processes.
-    gather: runs an action in each process and returns all results, JSON, in the order of the
+    gather: runs an action in each process and returns all results (JSON) in the order of the
       processes. All processes call `gather` together, and all raise an error if one process does.
   """
 
@@ -102,7 +102,7 @@ class AnswerCounts:
     self.reply_waits_s += waited_s
 
   def add_wait(self, seconds: float, *, for_replies: bool) -> None:
-    """Counts a wait of the sampler."""
+    """Adds a wait of the sampler: for replies, or else for grades."""
     if for_replies:
       self.environment_wait_seconds += seconds
     else:
@@ -137,7 +137,7 @@ class Answers:
     dialogues: Dialogues | None = None,
     processes: Processes = ALONE,
   ):
-    """Takes the pools of a run; asks for nothing yet.
+    """Takes the objects of a run; asks for nothing yet.
 
     Args:
       tokenizer: the tokenizer of the run.
@@ -228,7 +228,7 @@ class Answers:
   ) -> list[tuple[Rollout, Asked, Reply | Grade]]:
     """The answers that have arrived, in the order in which they were requested.
 
-    Waits at most some seconds, so that the caller can react to signals.
+    Waits only for a few seconds, so that the caller can react to signals.
 
     Args:
       patience_s: seconds to wait for the outstanding replies of environments.

@@ -101,7 +101,7 @@ def train_batch(groups: Sequence[Group]) -> TrainBatch:
 
 
 def with_equal_names(groups: Sequence[Group]) -> list[Group]:
-  """The groups with the same arrays: an array that a group lacks is added, filled with padding.
+  """The groups, now all with the same arrays: a missing array is added, filled with padding.
 
   So groups of one turn can be joined with dialogues, which have `turns`. Groups of another run's
   store, which lack `token_versions`, can be joined with groups that have this array.

@@ -141,16 +141,18 @@ class BatchSettings:
   """Settings that determine how a run's batches are made.
 
   Attributes:
-    quotas: number of groups in a batch from each source; a source of recorded groups comes last.
+    quotas: number of groups in a batch from each source; another run's store, if it is a source,
+      comes last.
     seed: the seed of the rollouts.
     max_draws: the most draws of problems for a batch with dynamic sampling; 0 turns dynamic
       sampling off.
-    waits_for_all: whether all batches that have begun are completed before the next update. Then no
-      batch of an older policy is in progress at a checkpoint, and a resumed run repeats this run.
+    waits_for_all: whether all batches that have begun are completed before the next update. If so,
+      no batch of an older policy is in progress at a checkpoint, and a resumed run samples the same
+      batches as a run that was not stopped.
     repeats: the recorded run that this run repeats, or None.
-    how_drawn: what is recorded of every draw, so that a later run can repeat draws that depend on
-      the clock: the fields of `Drawn` except draw, problems and version. {} if draws do not depend
-      on the clock.
+    how_drawn: the fields `burst_steps`, `slots` and `new_weights` of `Drawn`. They are recorded
+      with every draw, so that a later run can repeat draws that depend on the clock. {} if draws do
+      not depend on the clock.
     about: JSON values about the run, for other runs that read its store.
   """
 
@@ -168,9 +170,9 @@ class Hooks(NamedTuple):
 
   Attributes:
     fingerprint: version → fingerprint of the version's parameters in this trainer; None if unknown.
-    compare: (groups of a complete draw in order, including recorded groups; version of the policy
-      with which the draw began; version that was compared last) → the draw, after a comparison of
-      its log-probabilities with the trainer's.
+    compare: (groups of a complete draw in order, including groups from another run's store; version
+      of the policy with which the draw began; version that was compared last) → the draw, after a
+      comparison of its log-probabilities with the trainer's.
     flops: arrays of groups → model FLOPs of sampling them.
     on_first: runs an action on the first process and returns its result, JSON, on all processes.
     warn: prints a warning.

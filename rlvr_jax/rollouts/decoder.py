@@ -9,8 +9,8 @@ token to token; the state changes only in running slots.
 
 The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, on the
 rollouts in other slots, or on the order of requests. To ensure this, every matrix product has a
-fixed number of rows and more than one column, a burst always begins at a multiple of its length,
-and blocks of the cache are accumulated in order (`ops.decoding`).
+fixed number of rows and more than one column. For the same reason a burst always begins at a
+multiple of its length, and blocks of the cache are accumulated in order (`ops.decoding`).
 
 In a dialogue the environment's replies stand between the policy's turns. After each reply a prefill
 computes the response's cache again, up to the last multiple of a burst's length. The next burst
@@ -209,7 +209,7 @@ def take_layer(
 
   Args:
     trained, frozen: see `Model.combine`.
-    rows: from `ops.layers.rows_of`, i32[] each, the layer's index in each stack of parameters.
+    rows: the layer's index in each stack of parameters, i32[] each, from `ops.layers.rows_of`.
   """
   return _select_layer(trained, frozen, rows, model)["blocks"]
 
@@ -305,8 +305,8 @@ def prefill(
     tokens: i32[R, S], right-padded; S is a multiple of the cache's block size. If dialogues
       continue, each row has the prompt and the tokens of the response so far.
     lengths: i32[R], the number of tokens in each row; None: S in every row.
-    prompt: i32[R], for dialogues that continue: the number of tokens in the prompt's cache, all but
-      the prompt's last token. The last token is the first in the response's cache.
+    prompt: i32[R], for dialogues that continue: the number of tokens in the prompt's cache. The
+      prompt's last token does not count: it is the first token in the response's cache.
   """
   # Prompts attend to keys and values as their caches will hold them, like decoded tokens.
   attended = (read_back,) if settings.cache_format else ()
@@ -351,7 +351,7 @@ def _to_caches(
 
 
 def insert(state: State, prefilled: Prefilled, fresh: Fresh, *, settings: Settings) -> State:
-  """Copies prefilled caches and states, of prompts and of dialogues that continue, into slots.
+  """Copies the prefilled caches and states of prompts, and of dialogues that continue, into slots.
 
   The slots with new contents run from now on. The caller should donate `state`.
   """
@@ -657,7 +657,7 @@ def slot_bytes(
   cache_format: str = "",
   cache: str = "blocks",
 ) -> int:
-  """Bytes of a slot on one device: KV cache, states, and staged and copied keys and values.
+  """Bytes of a slot on one device: KV cache, states, and keys/values that a burst stages or copies.
 
   Args:
     network: `TransformerConfig`.
@@ -698,7 +698,7 @@ def token_bytes(network: NetworkSizes, tensor: int, cache_format: str = "") -> i
 
 
 def cache_dtype(network: NetworkSizes, cache_format: str) -> str:
-  """The dtype of cached keys and values: that of the cache format, or else of the network."""
+  """The dtype of cached keys and values: `cache_format`, or if it is "", the network's dtype."""
   return cache_format or network.compute_dtype
 
 
@@ -767,8 +767,8 @@ def cores_per_device(mesh: Mesh | AbstractMesh | None) -> int:
 def loaded_shardings(model: DecodedModel) -> Params | None:
   """Shardings of the results of `load_layer` ("blocks") and `load_others`; None without a mesh.
 
-  Without these shardings, XLA may put the complete parameters on every device if the programs'
-  arguments are sharded in another way.
+  If the arguments of these functions are sharded in another way than the results, XLA may put the
+  complete parameters on every device unless it is given these shardings.
   """
   if model.mesh is None or model.decoding_shardings is None:
     return None

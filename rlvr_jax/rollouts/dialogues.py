@@ -144,7 +144,7 @@ class Dialogues:
     return answer
 
   def answer(self, rollout: Rollout, turn: Turn) -> np.ndarray | Grade | None:
-    """What an environment's turn means: a reply, i32[n] tokens, or the dialogue's grade.
+    """What an environment's answer means: a reply, i32[n] tokens, or the dialogue's grade.
 
     The result is None if the dialogue has ended and a grader judges it.
     """
@@ -237,7 +237,7 @@ def _without(text: str, cut: str, kept: int) -> str:
 
 
 def turn_start(rollout: Rollout, length: int) -> int:
-  """The index of the first token of the last turn within the first `length` response tokens."""
+  """The index at which the last turn among the first `length` response tokens begins."""
   turns = rollout.arrays["turns"][:length]
   return int(np.argmax(turns == turns[-1]))
 

@@ -31,9 +31,9 @@ class Usage:
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
     slot_tokens: sampled tokens, without tokens that a burst of a dialogue repeats.
-    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts in which fewer
-      responses than slots were unfinished, as when no requests are left. A response that waits for
-      a reply counts as unfinished.
+    drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts that had fewer
+      unfinished responses than slots, as when no requests are left. A response that waits for a
+      reply counts as unfinished.
   """
 
   slot_steps: int = 0
@@ -117,7 +117,7 @@ class Rollout:
     self.length = new.stop
 
   def end(self, *, is_cut_off: bool) -> None:
-    """Sets `stopped` as a dialogue ends: False if the length limit cut it off, else True."""
+    """Sets `stopped` at a dialogue's end: False if the length limit cut it off, else True."""
     self.stopped = not is_cut_off
 
   def cut(self, length: int, pad_token: int) -> None:
@@ -452,7 +452,9 @@ class Engine:
     self.usage.add_costs(rebuilt_tokens=len(context.tokens))
 
   def swap(self, version: int, params: Params, *, rebuild: bool = False) -> None:
-    """Lets a version sample from the next burst on; keeps earlier versions' weights for plans.
+    """Lets a version sample from the next burst on.
+
+    The weights of earlier versions are kept for rollouts with plans.
 
     Args:
       version: the number of the version.
@@ -466,7 +468,8 @@ class Engine:
   def release(self, before: int) -> None:
     """Releases the weights of versions below `before`.
 
-    A later burst may need one of these versions only if `swap` gives its weights again.
+    If a later burst needs one of these versions, `swap` must first give that version's weights
+    again.
     """
     for version in [version for version in self._weights.loaded if version < before]:
       del self._weights.loaded[version]

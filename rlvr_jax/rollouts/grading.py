@@ -186,7 +186,7 @@ def solve_rates(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def mean_solve_rate(arrays: Mapping[str, np.ndarray], versions: np.ndarray) -> float:
-  """The policy's solve rate: the mean over groups of `solve_rates`.
+  """The policy's solve rate: the mean of `solve_rates` over groups.
 
   The mean is over the groups that this run sampled, or over all groups if it sampled none. Groups
   without a valid rollout do not count; the result is NaN if no group counts.

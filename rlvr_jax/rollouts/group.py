@@ -1,7 +1,7 @@
 """What samplers take (policies, draws) and return (graded groups), and the files of groups.
 
-`ARRAYS` lists every array that a group may have. The functions that cut and restore padding, join
-groups of different widths, and store groups read this list.
+`ARRAYS` lists every array that a group may have. Functions read this list to cut and restore
+padding, to join groups of different widths, and to store groups.
 
 A file of groups is a safetensors file. Its metadata is one text: a checksum of the whole file, a
 checksum of the JSON that follows, and the JSON. Padding is not stored: the rows of responses are

@@ -49,7 +49,7 @@ class RowLayout(NamedTuple):
     return self.rows_per_device * self.length
 
   def count_places(self, micro_batches: int, short: int) -> int:
-    """Number of positions that an update computes; `short` micro-batches have short rows."""
+    """Number of positions that an update computes; `short` of the micro-batches have short rows."""
     lengths = (micro_batches - short) * self.length + short * short_row(self.length)
     return self.devices * self.rows_per_device * lengths
 
@@ -130,7 +130,7 @@ def row_layout(
 
 
 def layout_of_few(layout: RowLayout, shape: BatchShape, devices: int) -> RowLayout:
-  """The row layout for one group per device, with rows of the same length but without short rows.
+  """The row layout for one group per device, with rows as long as in `layout` but no short rows.
 
   Args:
     layout: the layout of a batch, which gives the length of a row.
@@ -440,7 +440,10 @@ def pack(
 
 
 def computed_rows(packed: Packed) -> list[Rows]:
-  """The rows that an update computes, empty rows included, as one or two arrays [R, positions].
+  """The rows that an update computes, empty rows included, as arrays [R, positions].
+
+  Whole rows and short rows are two elements of the result. If one kind has no rows, its element is
+  left out.
 
   Args:
     packed: NumPy arrays.

@@ -75,8 +75,8 @@ def _shape_on_devices(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
 class Bursts:
   """The burst programs of an engine: at most four, which read different blocks of the caches.
 
-  Three programs read the blocks that the prompts of the first burst need, and a quarter, a half or
-  all blocks of the responses. The fourth program reads all blocks, for longer prompts.
+  Three programs read a quarter, a half or all blocks of the responses, and those blocks of the
+  prompts that the first burst needs. The fourth program reads all blocks, for longer prompts.
   """
 
   def __init__(self, burst: jax.stages.Wrapped, settings: Settings, *, compiles_ahead: bool):
@@ -135,8 +135,8 @@ class Prefills:
 
     Args:
       prefill: `decoder.prefill`, jitted.
-      expected: shapes of prompts for which a thread compiles the program, one after another, from
-        the first call of `find` on, which gets parameters.
+      expected: shapes of prompts for which a thread compiles the program, one after another. The
+        thread begins at the first call of `find`, which gets the parameters.
     """
     self._prefill, self._expected, self._ahead = prefill, [*expected], Ahead[Prefilled](prefill)
 
@@ -211,8 +211,8 @@ class EnginePrograms:
       model: the model of the policy, on the mesh that generates.
       sampling: the distribution to sample from.
       slots: responses decoded at a time; rounded up to a multiple of the number of devices over
-        which the slots are split. With cache = "pages", whose kernel splits slots over cores, the
-        number of these devices' cores counts instead.
+        which the slots are split. With cache = "pages", slots are rounded up to a multiple of the
+        number of these devices' cores, since the kernel splits slots over cores.
       prefill_rows: the most prompts that are prefilled at a time; rounded up to a multiple of the
         number of these devices.
       max_prompt_length, max_new_tokens: S and T, tokens.
@@ -321,7 +321,7 @@ class EnginePrograms:
     """Lowers the prefill of the longest dialogues after a reply, for parameters or their shapes.
 
     The trainer's parameters and the slots, which stay in memory, are also arguments of the program:
-    so the memory that the compiler reports for the program includes both.
+    so the memory that the compiler reports for the program includes parameters and slots.
     """
     settings, (rows, length) = self.settings, self.longest_prefill()
     integers = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
@@ -388,7 +388,8 @@ class EnginePrograms:
   def padded_length(self, tokens: int, *, has_response: bool) -> int:
     """The length to which a context (prompt and response so far) is padded for its prefill.
 
-    It is the size of a block times the least power of two that holds the tokens, up to a maximum.
+    It is 1, 2, 4, … blocks: the smallest of these lengths that holds the tokens, or a maximum if
+    the maximum is smaller.
     """
     blocks = self.settings.shape.prompt
     longest = self.longest_prefill()[1] if has_response else blocks.tokens

@@ -15,7 +15,7 @@ _OF_ITS_RUN = ("sampled_logprobs", "token_versions", "solve_rate")
 
 
 class RecordedGroups:
-  """The groups of a store, in order; the first group follows the last again.
+  """The groups of a store, in order; after the last group comes the first group again.
 
   Attributes:
     numbers: the numbers of the batches.

@@ -60,7 +60,7 @@ class SamplingSource(NamedTuple):
   """A policy that samples some groups of every draw."""
 
   programs: EnginePrograms
-  load: Callable[[Policy], Params]  # a policy's weights, in the form that the programs take
+  load: Callable[[Policy], Params]  # offered policy → source's weights, as the programs take them
   of_this_run: bool = True  # whether its weights derive from the trained policy's weights
 
 
@@ -73,7 +73,7 @@ class SamplerSettings:
     purpose: the purpose of the sampler's random keys, see `ops.keys`.
     new_weights: one of `CHOICES`.
     has_plans: whether draws say which version samples each token.
-    oldest_needed: newest version that was offered → oldest version that later draws may name.
+    oldest_needed: newest version that was offered → oldest version that later draws may need.
     deadline_s: seconds without a token or an answer after which `LocalSampler.take` raises an
       error.
   """
@@ -181,8 +181,8 @@ class _Lane:
 class LocalSampler:
   """Samples on the devices of this program, in the thread that calls `take` or `step`.
 
-  The sources use the devices one after another. When a turn ends, a worker answers with a reply,
-  after which the rollout continues, or with the rollout's grade.
+  The sources use the devices one after another. When a turn ends, a worker answers with a reply or
+  with a grade. After a reply the rollout continues; a grade ends the rollout.
   """
 
   def __init__(
@@ -246,7 +246,7 @@ class LocalSampler:
 
     Raises:
       SamplerStoppedError: there was nothing to decode, and no grader or environment answered within
-        the deadline; or no requested group is missing.
+        the deadline; or all requested groups have been returned already.
     """
     deadline_s, since = self._settings.deadline_s, time.monotonic()
     while not self._finished:

@@ -41,7 +41,7 @@ class Source(NamedTuple):
   # trained policy's distribution, with which their behavior log-probabilities are compared.
   sampling: Sampling
   engine: EnginePrograms | None = None  # the programs that sample; None if groups are recorded
-  recorded: RecordedGroups | None = None  # recorded groups, in place of an engine
+  recorded: RecordedGroups | None = None  # groups of another run's store, in place of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = as_they_are
   # The checkpoint step or the batch numbers that a resumed run must use again; JSON.

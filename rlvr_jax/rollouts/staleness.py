@@ -58,8 +58,8 @@ class RecordedRun:
     """Reads the info of the run's batches, removed batches included.
 
     Raises:
-      ValueError: the run lacks a batch; or a batch that several versions sampled was removed, or
-        has no record of how it was drawn.
+      ValueError: the run lacks a batch; or a batch with several versions was removed, or has no
+        record of how it was drawn.
       StoreError: the run has no rollouts.
     """
     self.name, owner = name, f"simulated_asynchronous: recorded = {name!r}"
@@ -146,7 +146,7 @@ class RecordedRun:
 
 
 def encode_versions(versions: np.ndarray) -> EncodedVersions:
-  """Versions as JSON: a version per group for i32[P], or run lengths per rollout for i32[P, G, T].
+  """Versions as JSON: one per group for i32[P], or run-length encoded rollouts for i32[P, G, T].
 
   A rollout becomes [version, number of tokens, version, number of tokens, …] up to its last sampled
   token.
@@ -287,7 +287,7 @@ def same_number(update: int) -> int:
 
 
 def on_policy() -> Schedule:
-  """Update t trains on batch t, sampled just before the update, so by version t of the policy."""
+  """Update t trains on batch t, which version t of the policy samples just before the update."""
   return Schedule(limit=lambda v: v + 1, batch=same_number, first=same_number, open_ended=True)
 
 
@@ -377,8 +377,8 @@ def simulated_asynchronous(
   which versions never decrease. So the lag of update t is min_{k ≥ 0} (l_{t−k} + k). For j ≤ L ≤ t,
   the lag is at least j with probability Π_{i=1}^{j} (1 − i/(L+1)): all lags occur, but the longest
   lag is rare. With `recorded`, the problems, the random keys and the version of each token are
-  instead those of a recorded run. Then a batch is sampled once the newest version that it needs
-  exists.
+  instead the same as in a recorded run. Then a batch is sampled when the run has the newest version
+  that the batch needs.
 
   Args:
     max_lag: L ≥ 0, updates; also a bound on recorded lags.

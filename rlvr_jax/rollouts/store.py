@@ -70,7 +70,7 @@ class TornShardError(RuntimeError):
 class RolloutStore:
   """A folder with batches of groups by number; safe to use from several threads.
 
-  One process at a time may open it for writing; any number may read concurrently.
+  One process at a time may open it for writing; any number of processes may read concurrently.
 
   Attributes:
     directory: the directory of the store.
@@ -85,8 +85,8 @@ class RolloutStore:
       directory: a folder with the store and nothing else, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed, lock it, and remove the temporary files of a
         killed writer.
-      workdir: the workdir of the run that the store belongs to, whose claim guards writes into a
-        bucket.
+      workdir: the workdir of the run that the store belongs to; the run's claim to the workdir
+        guards writes into a bucket.
     Raises:
       StoreError: the folder is not a store, has another format, or another process writes to it.
     """
@@ -206,7 +206,7 @@ class RolloutStore:
     return True
 
   def find_damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Yields those of the numbers whose batches are missing or damaged.
+    """Yields each of these numbers whose batch is missing or damaged.
 
     A batch that `remove` has deleted does not count as missing. On a disk every file is read. In a
     bucket no object is read: an object that exists is complete.
@@ -284,7 +284,7 @@ class RolloutStore:
     return found
 
   def forget_groups(self, before: int) -> None:
-    """Deletes the stored groups of draws below `before`; the batches of these must be complete."""
+    """Deletes the stored groups of draws below `before`; these draws' batches must be complete."""
     names = [name for draw, names in self._groups().items() if draw < before for name in names]
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self._objects.remove, names))

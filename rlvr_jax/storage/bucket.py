@@ -67,8 +67,8 @@ class Bucket:
 
     Args:
       folder: the result of `parse_path`.
-      guard: called before every write; raises if this process may no longer write, else returns for
-        how many seconds writing is certainly allowed. A write that takes longer is cancelled.
+      guard: called before every write; raises if this process may no longer write, else returns the
+        seconds for which writing is certainly allowed. A write that takes longer is cancelled.
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
@@ -80,7 +80,7 @@ class Bucket:
     return self._guard()
 
   def names(self, prefix: str = "") -> list[str]:
-    """Names of the objects that begin with `prefix`, sorted."""
+    """The object names that begin with `prefix`, sorted."""
     return sorted(self.describe(prefix))
 
   def describe(self, prefix: str = "") -> dict[str, tuple[int, int]]:
@@ -126,7 +126,7 @@ class Bucket:
     generation: int | None = None,
     deadline_s: float = DEADLINE_S,
   ) -> int:
-    """Writes an object, and compares its checksum with the one that the bucket computed.
+    """Writes an object, and compares its checksum with the checksum that the bucket computed.
 
     Args:
       name: name of the object.

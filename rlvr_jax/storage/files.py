@@ -213,8 +213,8 @@ def locked(path: pathlib.Path) -> Iterator[IO[bytes]]:
 def make_locked_folder(prefix: str) -> tuple[pathlib.Path, int]:
   """Makes a temporary folder; returns the folder and a descriptor that locks it.
 
-  The lock ends with this process. Folders with the same prefix that killed processes have left
-  behind are removed.
+  The lock ends with this process. Killed processes may have left folders with the same prefix
+  behind: these folders are removed.
   """
   for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
     with contextlib.suppress(OSError):  # the folder is locked, or another user's

@@ -113,7 +113,7 @@ def open_to_write(system: fsspec.AbstractFileSystem, path: str) -> Iterator[str]
 
 
 def write_bytes(system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
-  """Writes a small file; a local file is then on the disk."""
+  """Writes a small file; a local file is on the disk when this call returns."""
   if isinstance(system, LocalFileSystem):
     with replace_file(pathlib.Path(path)) as file:
       file.write(content)
@@ -127,8 +127,8 @@ def new_directory(
 ) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
   """Yields a file system and a folder to fill; a local `directory` appears when it is complete.
 
-  Object stores can neither rename nor lock. There, write last the file that marks the directory as
-  complete.
+  Object stores can neither rename nor lock. There, the last file to write is the file that marks
+  the directory as complete.
 
   Raises:
     FileExistsError: `directory` is not empty, or another process is writing it.

@@ -39,7 +39,8 @@ def parse_path(
     path: a folder, or gs://BUCKET/FOLDER, which pathlib would take for a folder named "gs:".
     must_be_on_disk: whether a path in a bucket is refused.
   Raises:
-    ValueError: the path is a URL that is refused or of another kind, or gcsfs is not installed.
+    ValueError: the path is a URL but must be on a disk, or is another URL than gs://BUCKET/FOLDER;
+      or gcsfs is not installed.
   """
   text = os.fspath(path)
   if not (url := _URL.match(text)):

@@ -267,7 +267,7 @@ class Pool:
     self._call_later_ones()
 
   def close(self) -> None:
-    """Kills the workers and fails the unfinished futures. A second call has no effect."""
+    """Kills the workers; unfinished futures get an error. A second call has no effect."""
     self._end(RuntimeError("the pool is closed"))
     self._call_later_ones()
     if threading.current_thread() is not self._thread:  # a future's callback may close the pool
@@ -496,7 +496,7 @@ class PoolOwner:
     return self._pool.worker_pids()
 
   def close(self) -> None:
-    """Kills the workers and fails the unfinished futures. A second call has no effect."""
+    """Kills the workers; unfinished futures get an error. A second call has no effect."""
     self._pool.close()
 
   def __enter__(self) -> Self:

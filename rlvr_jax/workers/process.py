@@ -58,7 +58,7 @@ class Service(NamedTuple):
     startup_timeout_s: limit for a worker to start and make its program, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     variables: environment variables that are added for the workers.
-    memory_field: the field that a message about too little memory says to raise.
+    memory_field: the field to increase, for messages about too little memory.
     start_error: class of the error if a worker cannot be started.
     answer: answers the questions of programs (`worker.Ask`).
   """
@@ -92,7 +92,7 @@ class _Child(NamedTuple):
 class WorkerProcess:
   """One worker, used by one thread at a time.
 
-  Of the methods only `kill` and its callers wait, for the end of the process. Workers are new
+  Only `kill` and the methods that call it wait: for the end of the process. Workers are new
   interpreters, never forks, and each leads its own OS session (setsid).
 
   Attributes:
@@ -142,7 +142,7 @@ class WorkerProcess:
   def has_room(self, share: int) -> bool:
     """Whether the worker should get one more request.
 
-    It should if it is ready, not full, and has fewer than `share` requests that do not wait.
+    True if the worker is ready, not full, and has fewer than `share` requests that do not wait.
     """
     num_sent = len(self._sent_bytes)
     if not self.is_ready or num_sent == _MAX_SENT:
