@@ -81,7 +81,7 @@ def cached_attention(
     reach: the lengths of all slots' caches at the start of the burst.
     step: i32[], index of the query's token in the burst.
     scale: factor on the scores, usually 1/√H.
-    window: tokens that a query attends to, itself included.
+    window: how many tokens a query may attend to, its own token included.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
     cores: the number of cores of a device, over which the kernel for pages splits the slots.
   Returns:

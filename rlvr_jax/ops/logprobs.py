@@ -191,7 +191,8 @@ def token_logprobs(
   min-p keep is constant for differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
-  of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
+  of its chunks, in the dtype of `hidden`. It adds up the kernel's gradient over its chunks in
+  float32. The devices' gradients are added once, after all chunks.
 
   Args:
     hidden: [P, ..., D], any float dtype; on a mesh, P is split over (data, fsdp).

@@ -2,8 +2,8 @@
 
 In a run with stages, the later updates of a stage train on responses of an old policy. In a rollout
 with advantage A < 0, a *trigger* is a token whose ratio ρ = π/β shows that the current policy would
-not sample this prefix any more. Lowering the probabilities of tokens after a trigger is
-meaningless.
+no longer sample the response up to this token. Lowering the probabilities of tokens after a trigger
+is meaningless.
 Source: μ-GRPO (arXiv:2605.17570).
 """
 
