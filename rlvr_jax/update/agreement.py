@@ -36,8 +36,8 @@ def response_logprobs(
     prompts: P prompts.
     tokens: i32[P, G, T].
     lengths: i32[P, G], number of tokens of each response; padding after a response uses no experts.
-    prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
-      choose.
+    prompt_routes, routes: the experts that a mixture's routers chose during sampling, to be used
+      again; None: the routers choose anew.
     model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution whose log-probabilities are computed.
   """
@@ -97,9 +97,9 @@ def behavior_gap(
 ) -> Gap:
   """Compares rollouts with an update, by log-probabilities and by counts of drawn tokens; pure.
 
-  p is the probability that an update computes for a token, by the same forward pass over packed
-  rows. Under truncated sampling, a token at the edge of the kept set may have p = 0 because of
-  rounding; such tokens are excluded.
+  p is the probability that an update computes for a token, by its forward pass over packed rows.
+  Under truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding;
+  such tokens are excluded.
 
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.

@@ -131,7 +131,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 
 
 class Scores(NamedTuple):
-  """The results of a forward pass for the loss; those of micro-batches add up to the batch's."""
+  """The results of a forward pass for the loss; sums over micro-batches are the batch's results."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats

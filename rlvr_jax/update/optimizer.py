@@ -1,4 +1,4 @@
-"""The optimizers that `config.optimizer` names: optimizers of optax, with our defaults.
+"""The optimizers to choose from in `config.optimizer`: optimizers of optax, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled and multiplied
 by the learning rate. It does not apply to norms, biases, the decay rates of recurrent states, or
@@ -58,7 +58,9 @@ def lion(
   b2: float = 0.99,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """Lion: steps by the sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
+  """Lion: each step follows the sign of an interpolated momentum.
+
+  Use 1/3 to 1/10 of AdamW's learning rate.
 
   Args:
     learning_rate: the learning rate of the run.
