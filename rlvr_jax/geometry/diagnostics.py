@@ -139,7 +139,7 @@ def cosine_gram(gram: Array) -> Array:
 
 
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
-  """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
+  """Mean cosine of pairs of rollouts of one prompt, and of pairs of prompts' mean gradients.
 
   If the mean cosine within prompts is 1, the G rollouts of a prompt carry as much information as
   one rollout. On-policy, independent rollouts have a mean inner product of 0. Their mean cosine
@@ -208,8 +208,9 @@ def update_norms(
 
   If the bound is far below the norm, most of the update is in the shared subspace. If the norm is
   far below the bound, A cancels in the shared directions and the residuals of the rollouts cancel
-  one another too. The norm is that of the policy gradient at importance ratio 1, summed over tokens
-  and averaged over rollouts, with respect to the parameters of the g_i.
+  one another too. The norm of the update is the norm of the policy gradient at importance ratio 1,
+  summed over tokens and averaged over rollouts. This gradient is with respect to the parameters of
+  the g_i.
 
   Args:
     coefficients: f32[B], A.
