@@ -53,7 +53,7 @@ def diagnose(
   Args:
     gram: f32[B, B], g_i · g_j, not divided by B.
     coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
-    reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
+    reweighted: the same shape, A', as given to the loss; equal to A if there is no reweighting.
     num_prompts: P.
     valid: bool[P, G] or bool[B], rollouts that have a grade; other rollouts have gradient and
       coefficient 0, and their number has no effect. None: all rollouts.

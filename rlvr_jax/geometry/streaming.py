@@ -54,13 +54,13 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n head products.
 
-  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to h·W, where W
-  is the head's kernel. A head product is the product of all hidden states and W. n is the number of
-  positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one product
-  recomputes the logits, whose normalizer is known, and another product forms the block of every
-  g_i. The inner products g_i · g_j cost B²/n head products. All products accumulate in float32
-  (float64 for float64 models); operands, including g_i, are in the model's compute dtype. The
-  feature "sampled" costs about 2B/V head products, see `geometry.sampled`.
+  A head product is the product h·W of all hidden states h and the head's kernel W. n is the number
+  of positions of the rows, B·T if each rollout is a row. g_i = Σ_t h ⊗ d, with derivatives d of
+  −log π[y] with respect to h·W. For each block of the vocabulary, one product recomputes the
+  logits, whose normalizer is known, and another product forms the block of every g_i. The inner
+  products g_i · g_j cost B²/n head products. All products accumulate in float32 (float64 for
+  float64 models); operands, including g_i, are in the model's compute dtype. The feature "sampled"
+  costs about 2B/V head products, see `geometry.sampled`.
 
   On a mesh, the vocabulary is split over all devices. The hidden states are gathered over the data
   axes in the compute dtype, one micro-batch at a time. The [B, B] results are summed over devices;

@@ -42,7 +42,7 @@ def head_share(update: Params, head_path: str) -> Array:
 
   Compare this share with the head's share of the number of parameters. If the head's share of the
   squared norm is far above its share of the parameters, the update is mostly in the last
-  projection, which changes token frequencies rather than the network's computation.
+  projection. Such an update changes token frequencies rather than the network's computation.
 
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.

@@ -1,4 +1,4 @@
-"""KV caches for decoding, one row per slot, and the choice of the kind of cache for a device.
+"""KV caches for decoding, one row per slot; `choose_cache` chooses the kind of cache for a device.
 
 A slot is one row of the batch that the sampler decodes. The cache of a slot has three parts: the
 prompt, the response, and the tokens staged since the current burst of decoding steps began. After
@@ -91,8 +91,8 @@ class CacheShape(NamedTuple):
     Up to 64 cached tokens of a prompt or response are one block. More tokens are split into at most
     four blocks of at least 32 tokens; with `pages`, into pages of about (S + T) / 16 tokens, but at
     least 32 and at most 512. In dialogues (`has_replies`) turns begin and end within bursts. Steps
-    of a burst are lost if they come before a turn's first token or after a turn's last token. So a
-    burst then has at most T / 8 tokens, but at least one.
+    of a burst are lost if they come before a turn's first token or after a turn's last token. So in
+    dialogues a burst has at most T / 8 tokens, but at least one.
     """
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
@@ -119,7 +119,7 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies.
+    """The largest number of keys per slot that a burst copies.
 
     A burst that reads only some blocks of the prompt copies the blocks that it reads. The same
     holds for the response.

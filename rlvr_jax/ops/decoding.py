@@ -1,10 +1,11 @@
 """Attention of one query per slot over cached keys.
 
-Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). First the
-largest of all scores is found. Then each block is summed separately, and the sums of blocks are
-added in order. A block without a visible key adds zeros. So the bits of a slot's result do not
-depend on the number of blocks that other slots need. On CPUs in bfloat16, bits may depend on this
-number, since it changes the order of additions in some of XLA's sums.
+Keys lie in blocks (`ops.caches`): a slot has blocks of its prompt and of its response, and one
+block of staged keys. First the largest of all scores is found. Then each block is summed
+separately, and the sums of blocks are added in order. A block without a visible key adds zeros. So
+the bits of a slot's result do not depend on the number of blocks that other slots need. On CPUs in
+bfloat16, bits may depend on this number, since it changes the order of additions in some of XLA's
+sums.
 """
 
 from __future__ import annotations

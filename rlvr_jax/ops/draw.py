@@ -2,7 +2,7 @@
 
 A token v is drawn by inverting the distribution function. Its weight is exp(z_v − max z), rounded
 down to a multiple of 2⁻⁴⁴. Weights are added as integers, so that splitting the vocabulary into
-blocks or over devices changes no bit of the sums. The recorded log-probability is computed from the
+blocks or over devices changes no bit of the sums. The returned log-probability is computed from the
 same weights, so it belongs to the very distribution that the token is drawn from.
 
 Integers of 64 bits are pairs (high, low) of uint32, since jax has no 64-bit integers by default.

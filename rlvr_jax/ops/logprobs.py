@@ -47,7 +47,7 @@ def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k exclude tokens; such sampling biases ratios."""
+  """Whether settings such as top-k exclude tokens; such sampling makes ratios biased."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -227,7 +227,8 @@ def token_statistics(
   The other arguments are those of `token_logprobs`.
 
   Args:
-    projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
+    projection: [V, R], rows R_v; None omits `projected`. Allowed only if sampling excludes no
+      token.
     wanted: bool[P, ...], the tokens to compute; None: all tokens. Other tokens get the value 0.
       Each device moves its wanted tokens to its first chunks, and skips the head for chunks without
       a wanted token. So the kernel's gradient sums over tokens in this order.

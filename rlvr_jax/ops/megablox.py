@@ -29,8 +29,8 @@ def multiply(
 ) -> Array:
   """Multiplies each row by the matrix of its group; groups lie one after the other.
 
-  Float32 products have the precision of `jax.default_matmul_precision`, since the kernel takes no
-  precision.
+  Float32 products have the precision of `jax.default_matmul_precision`, since the kernel has no
+  precision argument.
 
   Args:
     rows: [M, D], or [M, F] if transposed; M is a multiple of `TILE`.

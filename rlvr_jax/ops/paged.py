@@ -9,7 +9,7 @@ is called directly, for all three of its outputs. A page is a block of the cache
 own pages: the page table is computed from the indices of pages. (experiments/benchmarks/README.md
 estimates the savings of sharing a prompt's pages among its rollouts.)
 
-The library's `ragged_paged_attention` has windows and soft caps, but returns only the output and
+The library's `ragged_paged_attention` has windows and soft caps, but returns only the output. It
 keeps peak and total in scratch memory, so that its result cannot be joined with the staged keys.
 """
 

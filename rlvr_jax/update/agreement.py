@@ -68,7 +68,8 @@ class Gap(NamedTuple):
 def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> Draws:
   """Counts drawn tokens by probability bin.
 
-  Recorded log-probabilities cannot show that rare tokens are never drawn; these counts can.
+  The log-probabilities from the sampler cannot show that rare tokens are never drawn; these counts
+  can.
 
   Args:
     logprobs: f32[...], log-probabilities of the drawn tokens.

@@ -155,7 +155,7 @@ def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
 def clip_gradients(
   transformation: optax.GradientTransformation, max_gradient_norm: float | None
 ) -> optax.GradientTransformation:
-  """`transformation` after clipping of the global gradient norm; None: without clipping."""
+  """`transformation` of gradients that are clipped by their global norm; None: without clipping."""
   if max_gradient_norm is None:
     return transformation
   return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)
