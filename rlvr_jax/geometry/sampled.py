@@ -1,4 +1,4 @@
-"""The Gram matrix of the sampled tokens' part of the output head's gradients.
+"""The Gram matrix of the output head's gradients without the softmax term (feature "sampled").
 
 Rollout i's gradient is g_i = Σ_t h[i,t] ⊗ d[i,t] for hidden states h and derivatives d of −log π[y]
 with respect to the head's product h·W. Here the softmax term of d is omitted. y = y[i,t] is the

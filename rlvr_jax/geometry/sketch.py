@@ -1,4 +1,4 @@
-"""The output head's Gram matrix from random projections of both factors of its gradient."""
+"""An estimate of the output head's Gram matrix, from random projections of gradients' factors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def sketch_with_error(
     forward: results of the forward pass; `projected` must come from the projection of `sketch`.
   Returns:
     f32[B, B], the estimate K̂ of K; and f32[], an estimate of the error ‖K̂ − K‖_F/‖K‖_F. The
-    latter comes from the spread of the copies' estimates K_c:
+    error is estimated from the spread of the copies' estimates K_c:
     √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F, or 0 if K̂ is 0.
   """
   del trained, frozen, context

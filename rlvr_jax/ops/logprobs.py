@@ -260,6 +260,8 @@ def token_statistics(
 def wanted_loop(places: int) -> str:
   """The name, for `jax.named_scope`, of the loop over a device's wanted tokens.
 
+  `token_statistics` explains which tokens are wanted.
+
   Args:
     places: number of tokens on the device, wanted or not.
   """

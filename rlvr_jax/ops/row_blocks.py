@@ -32,8 +32,8 @@ def splash_alignment(length: int) -> int:
 def round_to_blocks(length: int) -> int:
   """Rounds `length` up to a multiple of the splash kernel's blocks.
 
-  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens blocks have 1024, since the
-  backward pass writes a gradient of the queries for each block of keys.
+  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens, blocks have 1024 tokens to
+  save memory: the backward pass writes a gradient of the queries for each block of keys.
   """
   blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
   return min(-(-length // block) * block for block in blocks)
