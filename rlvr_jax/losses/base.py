@@ -141,7 +141,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Metrics: the share of marked tokens among all loss tokens, and among tokens of each sign of A.
+  """Metrics: the share of loss tokens that are marked, overall and by the sign of A.
 
   The metric over all loss tokens also stores each token's mark, for diagnostics (`types.Mean`).
 
