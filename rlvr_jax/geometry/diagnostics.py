@@ -139,7 +139,7 @@ def cosine_gram(gram: Array) -> Array:
 
 
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
-  """Mean cosine of pairs of rollouts of one prompt, and of pairs of prompts' mean gradients.
+  """Mean cosine of the gradients of two rollouts of a prompt, and of two prompts' mean gradients.
 
   If the mean cosine within prompts is 1, the G rollouts of a prompt carry as much information as
   one rollout. On-policy, independent rollouts have a mean inner product of 0. Their mean cosine

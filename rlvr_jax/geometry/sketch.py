@@ -1,4 +1,4 @@
-"""An estimate of the output head's Gram matrix, from random projections of gradients' factors."""
+"""The output head's Gram matrix, estimated by random projections of both factors of gradients."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def rank_one_fraction(update: Array) -> Array:
 
   The share is intended for the accumulated update W_t − W_0 of the output head. If it rises toward
   1 during training, the updates repeat one direction. The FADE paper reports this collapse if
-  failures have most of the gradient mass Σ|A|. The minimum is 1/min(D, V).
+  failures have a larger gradient mass (`advantage/mass_failure`) than successes. The minimum is
+  1/min(D, V).
 
   Args:
     update: U, [D, V] or [V, D]; σ² are computed as eigenvalues of the smaller of UUᵀ and UᵀU.
