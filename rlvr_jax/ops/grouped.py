@@ -153,7 +153,7 @@ to_rows.defvjp(lambda x, order: (to_rows(x, order), order), _to_rows_backward)
 
 @jax.custom_vjp
 def from_rows(rows: Array, order: Order) -> Array:
-  """Gathers the rows [M, F] of each token's choices, [N, k, F]; arbitrary where none is chosen."""
+  """Gathers the rows [M, F] of each token's choices, [N, k, F]; arbitrary where not `chosen`."""
   return rows.at[order.rows].get(mode="clip")
 
 

@@ -43,7 +43,7 @@ def short_row(length: int) -> int:
   """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
   It is a third of the row, rounded down to a multiple of 384 or 512 tokens, whichever multiple is
-  larger. The splash kernel's blocks have these two lengths. A third below 384 tokens is not
+  larger. The splash kernel's blocks may have these lengths. A third below 384 tokens is not
   rounded.
   """
   third = length // 3
