@@ -56,7 +56,7 @@ class Correction(NamedTuple):
 
 
 def corrected(loss: Loss, correction: Correction) -> Loss:
-  """`loss`, whose tokens `correction` weights or drops.
+  """`loss`, corrected: each token's loss is multiplied by a weight, or the token is dropped.
 
   With three policies, a loss with PPO's ratio gets the ratio π/π_prox, and κ = π_prox/β. With two
   policies, a loss with PPO's ratio keeps the ratio π/β, and κ = π/β. A loss without a ratio always

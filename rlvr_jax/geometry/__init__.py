@@ -1,4 +1,4 @@
-"""Gram matrices of per-rollout gradient features. Each name in `__all__` makes a `GramFn`."""
+"""Gram matrices of per-rollout gradient features. Each function in `__all__` makes a `GramFn`."""
 
 from rlvr_jax.geometry.base import FEATURES as FEATURES
 from rlvr_jax.geometry.base import GramContext as GramContext

@@ -30,8 +30,8 @@ def gram_agreement(
 
   The measure is the Pearson correlation of the off-diagonal cosines of the two Gram matrices, over
   pairs of rollouts whose gradients are not zero. At 1, the subset that is cheaper to compute can
-  replace the other subset. A correlation below the 95 % quantile of either of the two null
-  distributions that follow is no evidence of agreement.
+  replace the other subset. A correlation is no evidence of agreement if it is below the 95 %
+  quantile of at least one of the following two null distributions.
 
   The permutation null matches the rollouts of `gram_a` and `gram_b` at random, which preserves the
   spectra of both matrices. The noise null replaces the features of `gram_b` by Gaussian features;

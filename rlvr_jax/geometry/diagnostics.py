@@ -53,7 +53,7 @@ def diagnose(
   Args:
     gram: f32[B, B], g_i · g_j, not divided by B.
     coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
-    reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
+    reweighted: the same shape, A', as given to the loss; equal to A if there is no reweighting.
     num_prompts: P.
     valid: bool[P, G] or bool[B], rollouts that have a grade; other rollouts have gradient and
       coefficient 0, and their number has no effect. None: all rollouts.
@@ -139,7 +139,7 @@ def cosine_gram(gram: Array) -> Array:
 
 
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
-  """Mean pairwise cosine of gradients within a prompt, and of mean gradients between prompts.
+  """Mean cosine of the gradients of two rollouts of a prompt, and of two prompts' mean gradients.
 
   If the mean cosine within prompts is 1, the G rollouts of a prompt carry as much information as
   one rollout. On-policy, independent rollouts have a mean inner product of 0. Their mean cosine
@@ -208,8 +208,9 @@ def update_norms(
 
   If the bound is far below the norm, most of the update is in the shared subspace. If the norm is
   far below the bound, A cancels in the shared directions and the residuals of the rollouts cancel
-  one another too. The norm is that of the policy gradient at importance ratio 1, summed over tokens
-  and averaged over rollouts, with respect to the parameters of the g_i.
+  one another too. The norm of the update is the norm of the policy gradient at importance ratio 1,
+  summed over tokens and averaged over rollouts. This gradient is with respect to the parameters of
+  the g_i.
 
   Args:
     coefficients: f32[B], A.

@@ -22,8 +22,8 @@ _PATTERNS = {"last_block": r"^blocks/", "all": ""}
 def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
   """The Gram matrix of the gradients of each rollout's −Σ_t m log π; m is the loss mask.
 
-  It runs the model again and stores the features of all rollouts, [B, N] for N parameters. This
-  suits small models, small subsets and tests.
+  This `GramFn` runs the model again and stores the features of all rollouts, [B, N] for N
+  parameters. It suits small models, small subsets of the parameters, and tests.
 
   With tied embeddings, the embedding's gradient includes only its use as output head.
 

@@ -1,4 +1,4 @@
-"""The Gram matrix of the sampled tokens' part of the output head's gradients.
+"""The Gram matrix of the output head's gradients without the softmax term (feature "sampled").
 
 Rollout i's gradient is g_i = Σ_t h[i,t] ⊗ d[i,t] for hidden states h and derivatives d of −log π[y]
 with respect to the head's product h·W. Here the softmax term of d is omitted. y = y[i,t] is the
@@ -7,7 +7,7 @@ temperature. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y),
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
-The weighted hidden states ĥ are sorted by the pair (token v, rollout i), and those of a pair are
+The weighted hidden states ĥ are sorted by the pair (token v, rollout i), and all ĥ of a pair are
 summed to one row u_iv. A token v has at most B rows. So with tiles of B rows or more, a tile needs
 only the products with itself and with the next tile.
 """
@@ -110,7 +110,8 @@ def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives for one Gram matrix.
 
   A device receives its columns of the other devices' hidden states [M, R, L, D], and the data of
-  the final sum, a ring all-reduce of two rounds. Tokens and masks are small in comparison.
+  the final sum. This sum is a ring all-reduce of two rounds. Tokens and masks are small in
+  comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0

@@ -1,10 +1,10 @@
 """The exact Gram matrix of the output head's per-rollout gradients, without a [B, D·V] array.
 
 Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where h are the
-hidden states. d is the derivative of −log π[y], y the sampled token, with respect to the product of
-h and the kernel. The vocabulary is processed in blocks. A block computes its columns of every g_i,
-and adds the B×B inner products of these columns to the sum. Hidden states stay in the rows of the
-forward pass, and a position of a row is multiplied once for each block.
+hidden states. d is the derivative of −log π[y] with respect to the product of h and the kernel,
+where y is the sampled token. The vocabulary is processed in blocks. A block computes its columns of
+every g_i, and adds the B×B inner products of these columns to the sum. Hidden states stay in the
+rows of the forward pass, and a position of a row is multiplied once for each block.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _Columns(NamedTuple):
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """The exact output-head Gram matrix, at the cost of 2 + B²/n head products.
 
-  g_i = Σ_t h ⊗ d, for hidden states h and derivatives d of −log π[y] with respect to h·W, W the
-  head's kernel. A head product is the product of all hidden states and W. n is the number of
-  positions of the rows, B·T if each rollout is a row. For each block of the vocabulary, one product
-  recomputes the logits, whose normalizer is known, and another product forms the block of every
-  g_i; the inner products g_i · g_j cost B²/n. All products accumulate in float32 (float64 for
+  A head product is the product h·W of all hidden states h and the head's kernel W. n is the number
+  of positions of the rows, B·T if each rollout is a row. g_i = Σ_t h ⊗ d, with derivatives d of
+  −log π[y] with respect to h·W. For each block of the vocabulary, one product recomputes the
+  logits, whose normalizer is known, and another product forms the block of every g_i. The inner
+  products g_i · g_j cost B²/n head products. All products accumulate in float32 (float64 for
   float64 models); operands, including g_i, are in the model's compute dtype. The feature "sampled"
   costs about 2B/V head products, see `geometry.sampled`.
 
@@ -157,9 +157,9 @@ def bytes_moved(
   """Bytes that each device receives for one Gram matrix of `streaming`.
 
   A device receives the hidden states, log-normalizers, tokens and masks of the other devices; the
-  rows of the head's kernel that other devices along `fsdp` hold; and the data of the final sum, a
-  ring all-reduce of two rounds. With several micro-batches, everything from hidden states to masks
-  is received again for each block of the vocabulary.
+  rows of the head's kernel that other devices along `fsdp` hold; and the data of the final sum.
+  This sum is a ring all-reduce of two rounds. With several micro-batches, hidden states,
+  log-normalizers, tokens and masks are received again for each block of the vocabulary.
 
   Args:
     hidden: shape [M, R, L, D] and dtype of the final hidden states of the full batch.

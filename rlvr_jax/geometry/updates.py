@@ -19,8 +19,9 @@ def rank_one_fraction(update: Array) -> Array:
   """σ₁²/Σσ² of an update's singular values σ: the share that one outer product explains.
 
   The share is intended for the accumulated update W_t − W_0 of the output head. If it rises toward
-  1 during training, the updates repeat one direction. FADE reports this collapse if failures
-  dominate the gradient mass. The minimum is 1/min(D, V).
+  1 during training, the updates repeat one direction. The FADE paper reports this collapse if
+  failures have a larger gradient mass (`advantage/mass_failure`) than successes. The minimum is
+  1/min(D, V).
 
   Args:
     update: U, [D, V] or [V, D]; σ² are computed as eigenvalues of the smaller of UUᵀ and UᵀU.
@@ -40,9 +41,9 @@ def rank_one_fraction(update: Array) -> Array:
 def head_share(update: Params, head_path: str) -> Array:
   """The share of an update's squared norm that is in the output head.
 
-  Compare this share with the head's share of the number of parameters. If the former is far above
-  the latter, the update is mostly in the last projection, which changes token frequencies rather
-  than the network's computation.
+  Compare this share with the head's share of the number of parameters. If the head's share of the
+  squared norm is far above its share of the parameters, the update is mostly in the last
+  projection. Such an update changes token frequencies rather than the network's computation.
 
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.

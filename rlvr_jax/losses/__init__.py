@@ -1,4 +1,7 @@
-"""Losses map log-probabilities and coefficients to per-token losses. `__all__` names factories."""
+"""Losses map log-probabilities and coefficients to per-token losses.
+
+Each function in `__all__` makes a loss.
+"""
 
 from rlvr_jax.losses.base import Loss as Loss
 from rlvr_jax.losses.base import token_loss as token_loss

@@ -77,8 +77,8 @@ def proximal_logprobs(name: str, batch: TrainBatch) -> Array:
   """The log-probabilities log π_prox, f32[P, G, T], nats, as a constant.
 
   π_prox is the policy just before the first update on the batch. With `config.proximal_every` = n
-  above 0, a newer policy becomes π_prox before a later update on the batch, once n updates have
-  passed since π_prox was last set.
+  above 0, a newer policy may replace π_prox before a later update on the batch: the current policy
+  becomes π_prox if π_prox was last set at least n updates ago.
 
   Args:
     name: the name of the loss or correction that needs these log-probabilities.
@@ -141,7 +141,7 @@ def clip_metrics(clipped: Array | bool, tokens: Tokens) -> Metrics:
 
 
 def shares_by_sign(name: str, marked: Array | bool, coefficients: Array, mask: Array) -> Metrics:
-  """Metrics: the share of marked tokens among all loss tokens, and among those of each sign of A.
+  """Metrics: the share of loss tokens that are marked, overall and by the sign of A.
 
   The metric over all loss tokens also stores each token's mark, for diagnostics (`types.Mean`).
 

@@ -1,4 +1,4 @@
-"""Decoupled PPO: clips around a recent policy π_prox, and weights by π_prox/β for the sampler β."""
+"""Decoupled PPO: a clip around a recent policy π_prox, and weights π_prox/β for the sampler β."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def binary_divergence(logprobs: Array, anchor_logprobs: Array, *, kind: str) -> 
 
   Args:
     logprobs: f32[...], log p, nats; p is the token's probability under the first distribution.
-    anchor_logprobs: f32[...], log q, nats; q is the same under the second.
+    anchor_logprobs: f32[...], log q, nats; q is the token's probability under the second.
     kind: "tv", |p − q|; or "kl", q·log(q/p) + (1−q)·log((1−q)/(1−p)), nats.
   Returns:
     f32[...], ≥ 0, finite where log p and log q are finite: "kl" replaces 1 − p by

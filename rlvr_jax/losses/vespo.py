@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight on the ratio of the full response, narrower for failures."""
+"""VESPO: the weight is a smooth function of the full response's ratio, narrower for failures."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int) -> Mean:
   """The aggregated loss as a pair (total, weight); the loss is total / weight.
 
-  token_mean: Σ mℓ / Σ m, with the mask m and per-token losses ℓ. sequence_mean: mean over rollouts
-  of their token mean. sequence_sum: mean over rollouts of their token sum. constant:
-  Σ mℓ / (P·G·max_response_length), as in Dr. GRPO. Rollouts without a loss token do not count,
-  except in `constant`.
+  token_mean: Σ mℓ / Σ m, with the mask m and per-token losses ℓ. sequence_mean: each rollout's
+  token mean, averaged over rollouts. sequence_sum: each rollout's token sum, averaged over
+  rollouts. constant: Σ mℓ / (P·G·max_response_length), as in Dr. GRPO. Rollouts without a loss
+  token do not count, except in `constant`.
 
   Args:
     losses: f32[P, G, T]; any value where masked.

@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-The sampling engine encodes prompts with it, and updates use it for batches that are not packed.
-Only positions determine the mask: padding has negative positions.
+The sampling engine encodes prompts with this attention. An update uses it for a batch that is not
+packed. Only positions determine the mask: padding has negative positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of t
 class Keys(NamedTuple):
   """Keys and values of one segment, in the layout that the matrix products need.
 
-  The axis G has size 1 if all rollouts of a prompt share the segment. J is the number of keys per
-  head, K the number of key heads, and H their width.
+  A segment is a prompt, or a rollout's own tokens. The axis G has size 1 if all rollouts of a
+  prompt share the segment. J is the number of keys per head, K the number of key heads, and H their
+  width.
   """
 
   keys: Array  # [P, G or 1, K, H, J]
@@ -48,15 +49,15 @@ def attention(
   """softmax(q·kᵀ·scale) v over the keys of all segments jointly.
 
   A query sees a key unless the key's position is negative (padding), later than the query's, or at
-  least `window` tokens earlier. Scores and the softmax are at least float32. Above 512 queries the
-  scores exist for one block of queries at a time, in the backward pass too.
+  least `window` tokens earlier. Scores and the softmax are at least float32. With more than 512
+  queries, scores exist for only one block of queries at a time, also in the backward pass.
 
   Args:
     queries: [P, G, Q, N, H]: Q queries of each rollout, in N heads of width H.
     positions: i32[P, G, Q], positions of the queries.
     segments: keys and values; a segment with G = 1 is shared by the prompt's rollouts, not copied.
     scale: factor on the scores, usually 1/√H.
-    window: tokens that a query attends to, itself included; may be traced.
+    window: how many tokens a query may attend to, its own token included; may be traced.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
   Returns:
     [P, G, Q, N, H] in the queries' dtype.

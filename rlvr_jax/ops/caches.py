@@ -1,11 +1,11 @@
-"""KV caches for decoding, one row per slot, and the choice of the kind of cache for a device.
+"""KV caches for decoding, one row per slot; `choose_cache` chooses the kind of cache for a device.
 
-A slot is one row of a batch that decodes. The cache of a slot has three parts: the prompt, the
-response, and the tokens staged since the current burst of decoding steps began. After the burst,
-staged tokens are written to the response's part.
-`Cache` is for XLA: a burst reads the same number of blocks (`Read`) for all slots. This number is
-fixed at compile time, so that no layer needs a loop over blocks. `Pages` is for a TPU kernel that
-reads only the blocks that each slot has filled.
+A slot is one row of the batch that the sampler decodes. The cache of a slot has three parts: the
+prompt, the response, and the tokens staged since the current burst of decoding steps began. After
+the burst, staged tokens are written to the response's part. `Cache` is for XLA: a burst reads the
+same number of blocks (`Read`) for all slots. This number is fixed at compile time, so that no layer
+needs a loop over blocks. `Pages` is for a TPU kernel that reads only the blocks that each slot has
+filled.
 
 A `Cache` may keep 8-bit integers, with one scale per token and head. Keys and values are rounded as
 soon as they are computed, even while their token is only staged. So the values that later tokens
@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
     return self.size * self.number
 
   def read_for(self, tokens: int) -> int:
-    """How many blocks to read for the first `tokens` tokens: a quarter, half or all of them."""
+    """The number of blocks to read for the first `tokens` tokens: a quarter, half or all."""
     numbers = (-(-self.number // 4), -(-self.number // 2), self.number)
     return next(number for number in numbers if number * self.size >= min(tokens, self.tokens))
 
@@ -90,9 +90,9 @@ class CacheShape(NamedTuple):
 
     Up to 64 cached tokens of a prompt or response are one block. More tokens are split into at most
     four blocks of at least 32 tokens; with `pages`, into pages of about (S + T) / 16 tokens, but at
-    least 32 and at most 512. In dialogues (`has_replies`) turns begin and end within bursts, and a
-    burst's steps before a turn's first token and after its last token are lost. So a burst then has
-    at most T / 8 tokens, but at least one.
+    least 32 and at most 512. In dialogues (`has_replies`) turns begin and end within bursts. Steps
+    of a burst are lost if they come before a turn's first token or after a turn's last token. So in
+    dialogues a burst has at most T / 8 tokens, but at least one.
     """
     steps = min(_STEPS, max_new_tokens)
     if has_replies:  # a power of two, as _STEPS
@@ -119,7 +119,7 @@ class CacheShape(NamedTuple):
 
   @property
   def copied_tokens(self) -> int:
-    """The most keys per slot that a burst copies.
+    """The largest number of keys per slot that a burst copies.
 
     A burst that reads only some blocks of the prompt copies the blocks that it reads. The same
     holds for the response.
@@ -154,9 +154,9 @@ def read_back(x: Array) -> Array:
 class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
-  For each head, the i-th blocks of all slots are contiguous, so that no read copies other blocks.
-  With dtype int8, keys and values are rounded by `round_to_int8`. K is the number of key heads, and
-  H their width.
+  For each head, the i-th blocks of all slots are contiguous. So reading some blocks does not copy
+  the other blocks. With dtype int8, keys and values are rounded by `round_to_int8`. K is the number
+  of key heads, and H their width.
   """
 
   keys: Array  # [K, blocks, slots, H, block]; staged keys [K, slots, H, steps]
@@ -193,7 +193,7 @@ class Cache(NamedTuple):
     return self._put(put, token, (3, 2, 2, 2))
 
   def first(self, blocks: int) -> Cache:
-    """The first blocks of every slot."""
+    """The first `blocks` blocks of every slot."""
     return jax.tree.map(lambda x: x[:, :blocks], self)
 
   def flush(self, staged: Cache, start: Array, flushed: Array | None = None) -> Cache:

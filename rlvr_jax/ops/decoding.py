@@ -1,10 +1,11 @@
 """Attention of one query per slot over cached keys.
 
-Keys lie in blocks: a slot's prompt, its response, and its staged keys (`ops.caches`). First the
-largest of all scores is found. Then each block is summed separately, and the sums of blocks are
-added in order. A block without a visible key adds zeros. So the bits of a slot's result do not
-depend on the number of blocks that other slots need. On CPUs in bfloat16, bits may depend on this
-number, since it changes the order of additions in some of XLA's sums.
+Keys lie in blocks (`ops.caches`): a slot has blocks of its prompt and of its response, and one
+block of staged keys. First the largest of all scores is found. Then each block is summed
+separately, and the sums of blocks are added in order. A block without a visible key adds zeros. So
+the bits of a slot's result do not depend on the number of blocks that other slots need. On CPUs in
+bfloat16, bits may depend on this number, since it changes the order of additions in some of XLA's
+sums.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def cached_attention(
     reach: the lengths of all slots' caches at the start of the burst.
     step: i32[], index of the query's token in the burst.
     scale: factor on the scores, usually 1/√H.
-    window: tokens that a query attends to, itself included.
+    window: how many tokens a query may attend to, its own token included.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
     cores: the number of cores of a device, over which the kernel for pages splits the slots.
   Returns:

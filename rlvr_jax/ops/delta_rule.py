@@ -155,7 +155,10 @@ class DeltaState(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-  """The inputs that a gated DeltaNet mixes over tokens: projections of queries, keys, values."""
+  """The inputs that a gated DeltaNet mixes over tokens.
+
+  `channels` are the projections to queries, keys and values, before their convolutions.
+  """
 
   channels: tuple[Array, Array, Array]  # [R, L, N_k·d_k] twice and [R, L, N·d_v]
   taps: tuple[Array, Array, Array]  # the taps of their convolutions, [C, T] each

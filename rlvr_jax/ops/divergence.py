@@ -31,7 +31,8 @@ class Divergence:
       this mass has no gradient. "tail": the mass counts as one more token. "drop": the mass is left
       out, so that the sum is not a divergence. "score" needs α = 1 and no floor: the result is
       Σ_S −sg(w·(log τ − log π))·π/sg(π), where w is π conditioned on S, and sg stops gradients.
-    floor: the least value at a token, below which there is no gradient; None for no floor.
+    floor: the least value at a token. A smaller divergence is raised to the floor and has no
+      gradient. None for no floor.
   Raises:
     ValueError: a field is out of range, or contradicts other fields.
   """

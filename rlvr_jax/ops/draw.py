@@ -2,7 +2,7 @@
 
 A token v is drawn by inverting the distribution function. Its weight is exp(z_v − max z), rounded
 down to a multiple of 2⁻⁴⁴. Weights are added as integers, so that splitting the vocabulary into
-blocks or over devices changes no bit of the sums. The recorded log-probability is computed from the
+blocks or over devices changes no bit of the sums. The returned log-probability is computed from the
 same weights, so it belongs to the very distribution that the token is drawn from.
 
 Integers of 64 bits are pairs (high, low) of uint32, since jax has no 64-bit integers by default.
@@ -32,9 +32,10 @@ def draw_tokens(
 ) -> tuple[Array, Array]:
   """Draws a token from each row's distribution.
 
-  The fraction of the 2⁶⁴ values of `bits` that give a token equals its recorded probability, up to
-  a relative error of 1e-5 for probabilities above 1e-7. Tokens less probable than 2⁻⁴⁴ times the
-  most probable one are never drawn, nor are tokens that top-k, top-p or min-p exclude.
+  Of the 2⁶⁴ values of `bits`, the fraction that gives a token equals the token's returned
+  probability, up to a relative error of 1e-5 for probabilities above 1e-7. A token is never drawn
+  if its probability is below 2⁻⁴⁴ times the largest probability, or if top-k, top-p or min-p
+  excludes it.
 
   Args:
     logits: f32[R, V], V at most 2²⁰; or of another float type.

@@ -28,7 +28,7 @@ def expert_load(routes: Array, probabilities: Array) -> Load:
 
   Args:
     routes: i32[..., layers, k], negative at positions without a token.
-    probabilities: [layers, E], sums over the same tokens.
+    probabilities: [layers, E], sums of the router's probabilities over the same tokens.
   """
   layers, k = routes.shape[-2:]
   chosen = routes.reshape(-1, layers, k, 1) == jnp.arange(probabilities.shape[-1])
@@ -40,10 +40,10 @@ def balance_weights(load: Load) -> Array:
 
     loss = mean over layers of E · Σ_e f_e · P_e
 
-  f_e is the share of choices that expert e has, constant for differentiation. P_e is the mean of
-  the router's probability of expert e over the same tokens. The loss is 1 if f and P are uniform.
-  Since f is computed over the full batch, the losses of micro-batches add up to the loss of the
-  batch.
+  f_e is the share of choices that go to expert e, constant for differentiation. P_e is the mean of
+  the router's probability of expert e over the tokens that made these choices. The loss is 1 if f
+  and P are uniform. Since f is computed over the full batch, the losses of micro-batches add up to
+  the loss of the batch.
 
   Args:
     load: the load of the full batch.

@@ -24,7 +24,8 @@ def check_finite(where: str, params: Params) -> None:
   """Raises ValueError if weights are not finite.
 
   Args:
-    where: the place that the weights were read from. The message names it, and the weights.
+    where: the place that the weights were read from. The message names this place and
+      weights that are not finite.
   """
   if names := nonfinite_names(params):
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

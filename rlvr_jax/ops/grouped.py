@@ -1,10 +1,10 @@
 """Products of rows with the matrix of their group: one function, three implementations.
 
 Rows are sorted by group, so that a matrix is read for its group's rows only. `reference` is
-`jax.lax.ragged_dot`. `blocks` is for CPUs: each group begins at a multiple of a block, and a loop
-multiplies block after block by the matrix of its group. At most one block per group is partly
-filled. On CPUs `ragged_dot` would multiply every row by every matrix, and copy the rows once for
-each matrix. `megablox` is a kernel for TPUs.
+`jax.lax.ragged_dot`. `blocks` is for CPUs: it splits the rows into blocks of equal size, each of
+which holds rows of one group only. A loop multiplies each block by the matrix of the block's group.
+At most one block per group is partly filled. On CPUs `ragged_dot` would multiply every row by every
+matrix, and copy the rows once for each matrix. `megablox` is a kernel for TPUs.
 
 Every implementation computes a row's product from the row and its matrix alone. In `blocks` the
 number of rows in a product is fixed, so that neighboring rows and the sizes of groups do not change
@@ -60,7 +60,7 @@ class Order:
 
   @property
   def chosen(self) -> Array:
-    """Whether each choice names a group, bool[N, k]; False where the token chose none."""
+    """Whether each choice is a group, bool[N, k]; False where the token chose no group."""
     return self.rows < len(self.choices)
 
 

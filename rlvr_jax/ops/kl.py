@@ -34,8 +34,8 @@ def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 def k2(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
   """(log p − log q)²/2: biased, never negative. For the arguments see `k1`.
 
-  For tokens sampled from p, the expectation of its gradient with respect to p is the gradient
-  of KL(p‖q).
+  For tokens sampled from p, the expected gradient of k2 with respect to p is the gradient of
+  KL(p‖q).
   """
   return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
 

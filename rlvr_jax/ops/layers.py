@@ -1,7 +1,7 @@
 """Layers of several kinds: how their parameters are stacked, and the loops that compute layers.
 
-A layer's kind is a pair of names, of its mixer and of the part after the mixer. The mixer is
-"attention", "full" (attention whose heads differ from the sliding layers' heads) or "delta" (a
+A layer's kind is a pair: the name of its mixer, and the name of the part after the mixer. The mixer
+is "attention", "full" (attention whose heads differ from the sliding layers' heads) or "delta" (a
 gated DeltaNet). The part after the mixer is "dense" (an MLP) or "sparse" (experts). A parameter
 under "blocks" is stacked over the layers that have it, in their order. Layers are computed in loops
 over a repeating pattern, so that each layer of a pattern is compiled once. If all layers are alike,
@@ -75,7 +75,7 @@ def take_rows(
 
 
 def split_into_loops(kinds: Sequence[Kind]) -> list[tuple[tuple[Kind, ...], int]]:
-  """Splits the layers into loops: pairs of a pattern of kinds and its number of repetitions.
+  """Splits the layers into loops; each is a pattern of kinds and the number of its repetitions.
 
   The patterns together have as few layers as possible, since every layer of a pattern is compiled.
   """

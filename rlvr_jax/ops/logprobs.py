@@ -47,7 +47,7 @@ def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k exclude tokens; such sampling biases ratios."""
+  """Whether settings such as top-k exclude tokens; such sampling makes ratios biased."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -191,7 +191,8 @@ def token_logprobs(
   min-p keep is constant for differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
-  of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
+  of its chunks, in the dtype of `hidden`. It adds up the kernel's gradient over its chunks in
+  float32. The devices' gradients are added once, after all chunks.
 
   Args:
     hidden: [P, ..., D], any float dtype; on a mesh, P is split over (data, fsdp).
@@ -226,7 +227,8 @@ def token_statistics(
   The other arguments are those of `token_logprobs`.
 
   Args:
-    projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
+    projection: [V, R], rows R_v; None omits `projected`. Allowed only if sampling excludes no
+      token.
     wanted: bool[P, ...], the tokens to compute; None: all tokens. Other tokens get the value 0.
       Each device moves its wanted tokens to its first chunks, and skips the head for chunks without
       a wanted token. So the kernel's gradient sums over tokens in this order.
@@ -257,6 +259,8 @@ def token_statistics(
 
 def wanted_loop(places: int) -> str:
   """The name, for `jax.named_scope`, of the loop over a device's wanted tokens.
+
+  `token_statistics` explains which tokens are wanted.
 
   Args:
     places: number of tokens on the device, wanted or not.

@@ -4,9 +4,10 @@ It builds on `jax.experimental.pallas.ops.tpu.megablox`, whose functions may cha
 release; tested with jax 0.7.2 and 0.10.2.
 
 A kernel visits every tile of 128 rows that is not empty, once for each group with rows in the tile.
-An inner dimension of at most 2048 (`_MATRIX`) is not split. Then the matrix of a group whose rows
-lie in two tiles is fetched once, since the kernel keeps a matrix while its index stays the same. A
-row's sum is accumulated in float32 in an order that no other row changes.
+An inner dimension of at most 2048 (`_MATRIX`) is not split. Then the kernel fetches a group's
+matrix only once, even if the group's rows lie in two tiles, since it keeps a matrix while the
+matrix's index stays the same. A row's sum is accumulated in float32 in an order that no other row
+changes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def multiply(
 ) -> Array:
   """Multiplies each row by the matrix of its group; groups lie one after the other.
 
-  Float32 products have the precision of `jax.default_matmul_precision`, since the kernel takes no
-  precision.
+  Float32 products have the precision of `jax.default_matmul_precision`, since the kernel has no
+  precision argument.
 
   Args:
     rows: [M, D], or [M, F] if transposed; M is a multiple of `TILE`.

@@ -3,13 +3,13 @@
 It builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may change with any
 release; tested with jax 0.10.2.
 
-Joining the sums over a slot's prompt, response and staged keys needs the softmax's peak and total.
-The library's own wrapper returns normalized outputs without these two arrays. So the kernel is
-called directly, for all three of its outputs. A page is a block of the cache, and a slot has its
+The softmax's peak and total are needed to join the sums over a slot's prompt, response and staged
+keys. The library's own wrapper returns normalized outputs without these two arrays. So the kernel
+is called directly, for all three of its outputs. A page is a block of the cache, and a slot has its
 own pages: the page table is computed from the indices of pages. (experiments/benchmarks/README.md
 estimates the savings of sharing a prompt's pages among its rollouts.)
 
-The library's `ragged_paged_attention` has windows and soft caps, but returns only the output and
+The library's `ragged_paged_attention` has windows and soft caps, but returns only the output. It
 keeps peak and total in scratch memory, so that its result cannot be joined with the staged keys.
 """
 

@@ -143,7 +143,8 @@ def lag_metrics(batch: TrainBatch) -> Metrics:
 def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[str]) -> Metrics:
   """For each source: its share of loss tokens, its solve rate and the policy's distance from it.
 
-  The solve rate is computed as in `update_metrics.batch_metrics`.
+  A source is where some groups of the batch come from: the trained policy, another policy or a
+  store. The solve rate is computed as in `update_metrics.batch_metrics`.
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.

@@ -66,7 +66,7 @@ def row_attention(
     keys, values: [R, L, K, H]; each head is shared by N/K heads of queries, not copied.
     rows: the sequences in the rows.
     scale: factor on the scores, usually 1/√H.
-    window: tokens of its own sequence that a query attends to, itself included; None: all.
+    window: how many tokens of its sequence a query may attend to, including its own; None: all.
     slides: whether this layer has the window; may be traced, as in a scan over layers.
     soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
     kind: the result of `choose_attention`.
@@ -109,7 +109,7 @@ def choose_attention(
   """Chooses the implementation of attention.
 
   `auto` chooses the device's kernel if the network allows it, otherwise "whole" in short rows on
-  GPUs, otherwise "reference", with a warning on accelerators.
+  GPUs, otherwise "reference". If it chooses "reference" on an accelerator, it warns.
 
   Args:
     wanted: one of `KINDS`, from config.model.overrides.attention.

@@ -19,8 +19,8 @@ def splash_alignment(length: int) -> int:
 
   The kernel's mask has 32 bits for a token's index, its rollout's start and its prompt's end. In
   rows of at most 2^b tokens, aligned to 2^a, these three numbers take b + 2(b − a) bits. So the
-  alignment is 8 tokens, a TPU's tile of rows, in rows of up to 4096 tokens; 16 up to 8192, 32 up to
-  16,384, 128 up to 32,768, 256 up to 65,536 and 1024 up to 131,072.
+  alignment is 8 tokens (the height of a TPU's tile) in rows of up to 4096 tokens. It is 16 up to
+  8192, 32 up to 16,384, 128 up to 32,768, 256 up to 65,536 and 1024 up to 131,072.
 
   Args:
     length: the length of the row, tokens, at most `LONGEST_ROW`.
@@ -32,8 +32,8 @@ def splash_alignment(length: int) -> int:
 def round_to_blocks(length: int) -> int:
   """Rounds `length` up to a multiple of the splash kernel's blocks.
 
-  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens blocks have 1024, since the
-  backward pass writes a gradient of the queries for each block of keys.
+  Blocks have 384 or 512 tokens. In rows of more than 32,768 tokens, blocks have 1024 tokens to
+  save memory: the backward pass writes a gradient of the queries for each block of keys.
   """
   blocks = _BLOCKS if length <= _LONG else (_BLOCK_OF_LONG,)
   return min(-(-length // block) * block for block in blocks)
@@ -42,8 +42,9 @@ def round_to_blocks(length: int) -> int:
 def short_row(length: int) -> int:
   """The length, in tokens, of a short row, to which a mostly empty row is cut.
 
-  It is a third of the row, rounded down to a multiple of a block's length of the splash kernel; of
-  several lengths, the one that leaves the most. A third that is shorter than all blocks is kept.
+  It is a third of the row, rounded down to a multiple of 384 or 512 tokens, whichever multiple is
+  larger. The splash kernel's blocks may have these lengths. A third below 384 tokens is not
+  rounded.
   """
   third = length // 3
   return max(third // block * block for block in _BLOCKS) or third
@@ -57,7 +58,7 @@ def is_visible(
   Args:
     query, key: i32, indices in the row.
     starts, prompt_ends: i32, the query's fields in `Rows`.
-    window: tokens of its own sequence that a query attends to, itself included; None: all.
+    window: how many tokens of its sequence a query may attend to, including its own; None: all.
   Returns:
     bool; the caller must check that query and key have the same prompt, and that the key is not
     padding.

@@ -149,7 +149,8 @@ def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
   """A random orthonormal basis, the columns of f32[B, B].
 
   If `valid`, bool[B], marks n rollouts, the first n columns are 0 at the other rollouts. Up to
-  signs, these n columns are uniformly distributed among all n orthonormal columns that are 0 there.
+  signs, these n columns are uniformly distributed among all choices of n orthonormal columns that
+  are 0 at the other rollouts.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]

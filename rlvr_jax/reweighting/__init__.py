@@ -1,4 +1,7 @@
-"""Reweightings map coefficients and a Gram matrix to coefficients. `__all__` names factories."""
+"""Reweightings map coefficients and a Gram matrix to coefficients.
+
+Each function in `__all__` makes a reweighting.
+"""
 
 from rlvr_jax.reweighting.base import Reweighting as Reweighting
 from rlvr_jax.reweighting.none import none as none

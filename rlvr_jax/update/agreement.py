@@ -36,8 +36,8 @@ def response_logprobs(
     prompts: P prompts.
     tokens: i32[P, G, T].
     lengths: i32[P, G], number of tokens of each response; padding after a response uses no experts.
-    prompt_routes, routes: recorded routes that a mixture of experts replays; None: its routers
-      choose.
+    prompt_routes, routes: the experts that a mixture's routers chose during sampling, to be used
+      again; None: the routers choose anew.
     model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution whose log-probabilities are computed.
   """
@@ -68,7 +68,8 @@ class Gap(NamedTuple):
 def count_draws(logprobs: Array, masses: tuple[Array, ...], counted: Array) -> Draws:
   """Counts drawn tokens by probability bin.
 
-  Recorded log-probabilities cannot show that rare tokens are never drawn; these counts can.
+  The log-probabilities from the sampler cannot show that rare tokens are never drawn; these counts
+  can.
 
   Args:
     logprobs: f32[...], log-probabilities of the drawn tokens.
@@ -97,9 +98,9 @@ def behavior_gap(
 ) -> Gap:
   """Compares rollouts with an update, by log-probabilities and by counts of drawn tokens; pure.
 
-  p is the probability that an update computes for a token, by the same forward pass over packed
-  rows. Under truncated sampling, a token at the edge of the kept set may have p = 0 because of
-  rounding; such tokens are excluded.
+  p is the probability that an update computes for a token, by its forward pass over packed rows.
+  Under truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding;
+  such tokens are excluded.
 
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.

@@ -68,11 +68,12 @@ def measure(
       these parameters is compared with the result of `gram`. "" for no comparison.
   Returns:
     Scalars and arrays. Scalars: see `geometry.diagnostics`; names of scalars that belong to the
-    other feature end in that feature's name. A mixture of experts adds each layer's largest load,
-    and the share of recorded choices of experts that have changed. Arrays: the Gram matrices
-    f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G); f32[P, G] rewards, lengths,
-    and coefficients before and after the reweighting; bool[P, G] valid; for a mixture
-    f32[sparse layers, E], the number of tokens that chose each expert; and the arrays of
+    other feature end in that feature's name. For a mixture of experts, scalars include the largest
+    load of each layer with experts. If the sampler's choices of experts are recorded, scalars also
+    include, for each of these layers, the share of recorded choices that have changed. Arrays: the
+    Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G); f32[P, G]
+    rewards, lengths, and coefficients before and after the reweighting; bool[P, G] valid; for a
+    mixture f32[sparse layers, E], the number of tokens that chose each expert; and the arrays of
     `of_tokens`.
   """
   params, context = state.params, method.gram_context

@@ -1,4 +1,4 @@
-"""The learning-rate schedules that `config.learning_rate` names."""
+"""The learning-rate schedules to choose from in `config.learning_rate`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Method(NamedTuple):
     reweighting: changes the coefficients, see `reweighting.Reweighting`.
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
-    max_response_length: tokens; the denominator of the `constant` aggregation.
+    max_response_length: tokens; a factor of the denominator of the `constant` aggregation.
     temperature: the sampling temperature that defines the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
@@ -131,7 +131,7 @@ def rows_if_accumulating(batch: TrainBatch) -> Packed | None:
 
 
 class Scores(NamedTuple):
-  """The results of a forward pass for the loss; those of micro-batches add up to the batch's."""
+  """The results of a forward pass for the loss; sums over micro-batches are the batch's results."""
 
   logprobs: Array  # f32[P, G, T], log π of every response token; 0 for other micro-batches' tokens
   entropy: Array  # f32[P, G, T], nats
@@ -164,7 +164,7 @@ class Constants(NamedTuple):
 
 
 class Balance(NamedTuple):
-  """The balance loss of experts as a linear function of their probabilities."""
+  """The balance loss of experts as a linear function of the router's probabilities."""
 
   weights: Array  # [layers, E], see `ops.expert_load.balance_weights`
   scale: Array  # f32[], coefficient × the full batch's weight, by which the sum is divided later
@@ -284,7 +284,7 @@ def _routing_of(
 def recorded_routes(
   batch: TrainBatch, micro_batch: Array | int = 0, length: int | None = None
 ) -> Array | Routes | None:
-  """The sampler's routes in the form that the network takes; None if no routes are recorded.
+  """The sampler's routes (chosen experts) in the form that the network takes; None without routes.
 
   For a packed batch the routes are an array [R, length, layers, k], for the first `length`
   positions of a micro-batch's rows. For a padded batch the routes are `Routes`.
@@ -350,7 +350,9 @@ def _lengthen(values: Array, length: int | None) -> Array:
 
 
 def fold_micro_batches(packed: Packed, step: Callable[..., Any], start: Any) -> Any:
-  """Folds a step over a batch's micro-batches: first those with whole rows, then with short rows.
+  """Folds a step over a batch's micro-batches.
+
+  Micro-batches with whole rows come before micro-batches with short rows.
 
   Args:
     step: (index of the micro-batch, value, length=how many positions of each row to compute) → next

@@ -1,4 +1,4 @@
-"""The optimizers that `config.optimizer` names: optimizers of optax, with our defaults.
+"""The optimizers to choose from in `config.optimizer`: optimizers of optax, with our defaults.
 
 `learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled and multiplied
 by the learning rate. It does not apply to norms, biases, the decay rates of recurrent states, or
@@ -58,7 +58,9 @@ def lion(
   b2: float = 0.99,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """Lion: steps by the sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
+  """Lion: each step follows the sign of an interpolated momentum.
+
+  Use 1/3 to 1/10 of AdamW's learning rate.
 
   Args:
     learning_rate: the learning rate of the run.
@@ -153,7 +155,7 @@ def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
 def clip_gradients(
   transformation: optax.GradientTransformation, max_gradient_norm: float | None
 ) -> optax.GradientTransformation:
-  """`transformation` after clipping of the global gradient norm; None: without clipping."""
+  """`transformation` of gradients that are clipped by their global norm; None: without clipping."""
   if max_gradient_norm is None:
     return transformation
   return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)
