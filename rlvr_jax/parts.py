@@ -1,8 +1,9 @@
 """The parts of a method as functions of plain arrays, for your own training loop.
 
-They take log-probabilities, rewards and masks; the model, the sampler and the optimizer are yours.
-All functions are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B =
-P·G. The guide, docs/parts.md, has complete loops for a flax model and for a hand-written one.
+The functions take log-probabilities, rewards and masks; the model, the sampler and the optimizer
+are yours. All functions are pure and work under jit. P prompts have G rollouts each, of up to T
+tokens; B = P·G. The guide, docs/parts.md, has complete loops for a flax model and for a
+hand-written model.
 
   from rlvr_jax import parts
   from rlvr_jax.advantages import grpo
@@ -168,7 +169,8 @@ def advantages_of(
     squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
     squared_norms: f32[P, G], for `opob` only; see `batch_of`.
     state: state of the estimator, for `fade` only: `estimator.init(entropy)` for the first batch,
-      later the result of `estimator.update(state, batch_of(…), entropy)`.
+      later the result of `estimator.update(state, batch_of(…), entropy)`. `entropy` is the policy's
+      mean entropy, in nats per token.
   Raises:
     ValueError: the estimator is not a component, or an array has another shape.
   """
@@ -214,7 +216,7 @@ def loss_of(
     policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
       model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
-    coefficients: f32[P, G], the advantages, or f32[P, G, T]; constant for differentiation.
+    coefficients: f32[P, G] or f32[P, G, T], the advantages; constant for differentiation.
     mask: [P, G, T], 1 on response tokens that count in the loss.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Only the aggregation "constant" reads it.
@@ -319,7 +321,7 @@ def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts:
   Args:
     function: (params, *arrays of one rollout) → f32[], such as −Σ_t m log π.
     params: tree of the parameters with respect to which gradients are taken.
-    rollouts: trees of arrays [B, ...], in the order of coefficients.reshape(B).
+    rollouts: trees of arrays [B, ...]; the B rollouts are ordered as in coefficients.reshape(B).
   """
   axes = (None, *(0 for _ in rollouts))
   gradients = jax.vmap(jax.grad(function), in_axes=axes)(params, *rollouts)
