@@ -157,7 +157,7 @@ def read_state(
     abstract_state: see `Checkpointer.restore`.
     if_other: sentence at the end of a ForeignCheckpointError, which says what to do.
     verifies: whether to verify the state; if False, call `verify_state` later. With several
-      processes, a background thread must not dispatch the compiled programs that verify.
+      processes, a background thread must not dispatch the compiled programs that verify the state.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another

@@ -221,7 +221,7 @@ def exit_immediately(message: str) -> NoReturn:
   """Ends the process with the message as its last line; call it after closing files.
 
   Libraries would print more, in an orderly exit and from threads that are still running. So stderr
-  is redirected to /dev/null before the message is written to a duplicate of it.
+  is redirected to /dev/null before the message is written to a duplicate of stderr.
   """
   sys.stdout.flush()
   sys.stderr.flush()
@@ -333,8 +333,8 @@ def handles_shutdown_signals() -> bool:
 def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
   """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; for the main thread only.
 
-  A thread receives signals at once, even while the main thread is in native code. A second Ctrl-C
-  ends the process immediately. If SIGHUP is ignored, as under nohup, it stays ignored.
+  A separate thread receives signals at once, even while the main thread is in native code. A second
+  Ctrl-C ends the process immediately. If SIGHUP is ignored, as under nohup, it stays ignored.
 
   Args:
     pass_on: called at each signal, in the thread that receives it, to request shutdown of the other

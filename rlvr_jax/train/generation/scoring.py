@@ -179,7 +179,7 @@ class Scorer:
   ) -> dict[str, np.ndarray]:
     """Log-probabilities and entropies of the teachers at each response token.
 
-    The distributions are those at the teachers' temperature.
+    The teachers' logits are divided by the teachers' temperature.
 
     Args:
       batch: the batch of these groups.
