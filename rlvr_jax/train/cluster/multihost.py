@@ -185,7 +185,7 @@ def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
 def raise_if_shutdown_requested() -> None:
   """Raises EndRequestedError on all processes if shutdown was requested; all must call this.
 
-  Call this where the state before the current `phase` can still be saved. Outside of
+  Call this where the run can still be saved as it was before the current `phase`. Outside of
   `share_shutdown_signals`, this function does nothing.
   """
   if handles_shutdown_signals() and any_process(shutdown_requested()):

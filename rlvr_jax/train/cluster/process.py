@@ -163,10 +163,10 @@ def enable_compilation_cache(workdir: str) -> None:
 def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   """The folder that caches compiled programs.
 
-  On accelerators, where compiling a program may take minutes, all runs of a user share one folder:
-  a second run, or another arm of a sweep, finds the programs of the first run. A run on CPUs, or of
-  several processes, has the folder in its workdir. The workdir can be read by all processes; only
-  process 0 writes to the folder.
+  On accelerators, where compiling a program may take minutes, all runs of a user share one folder.
+  So a second run, or another run of a sweep, finds the programs of the first run. A run on CPUs, or
+  of several processes, has the folder in its workdir. The workdir can be read by all processes;
+  only process 0 writes to the folder.
 
   Args:
     workdir: the workdir of the run.

@@ -254,7 +254,7 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  Sampled tokens count even if the loss excludes them, since the loss may exclude all tokens. The
+  Sampled tokens that the loss excludes are included, since the loss may exclude all tokens. The
   responses are sampled with separate keys, so that measuring does not affect the run.
 
   Args:
