@@ -253,8 +253,9 @@ def save(run: Run, now: RunState) -> None:
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
   """The update from whose checkpoint all pending batches can be sampled again.
 
-  The result is 0 if the run repeats a recorded run that has a batch sampled by several versions of
-  the policy. Otherwise the result is None if no batch is pending.
+  Pending batches have been sampled for later updates. The result is 0 if the run repeats a recorded
+  run that has a batch sampled by several versions of the policy. Otherwise the result is None if no
+  batch is pending.
   """
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0

@@ -346,8 +346,8 @@ def silence_orbax() -> None:
   """Drops orbax's log records; our own errors report the problems that matter to users.
 
   When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
-  of tensorstore still send results. Without this function, Python would print a warning or a traceback for each
-  read.
+  of tensorstore still send results. Without this function, Python would print a warning or a
+  traceback for each read.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_not_from_orbax)

@@ -229,7 +229,7 @@ class ComparedSampler:
     self._graders = {*used_graders(task)}
 
   def offer(self, policy: Policy) -> None:
-    """Lets another policy sample; after a restart of the trainer it may be an earlier policy."""
+    """Replaces the policy that samples; after a restart of the trainer `policy` may be earlier."""
     self._checked = {(v, source) for v, source in self._checked if v < policy.version}
     self._policies.repeat_from(policy.version)
     self._inner.offer(policy)

@@ -42,7 +42,8 @@ class Agreement:
   Attributes:
     sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
-    mixes_caches: whether the cached keys and values before a token may come from several versions.
+    mixes_caches: whether the cached keys and values before a token may come from several versions
+      of the policy.
     samplers_compare: whether the samplers of a fleet make this comparison, in place of `measure`.
   """
 
@@ -225,8 +226,8 @@ def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
 
   Args:
     groups: P groups.
-    num_recorded: number of groups at the end that another run has recorded; for these only the
-      loss's mask is known.
+    num_recorded: the last `num_recorded` groups were recorded by another run; for these groups only
+      the loss's mask is known.
   """
   first_recorded = len(groups) - num_recorded
   sampled = [sampled_places(group.arrays) for group in groups[:first_recorded]]

@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """The weights with which a source samples for a policy, as the source's engine takes them."""
+    """A source's weights to sample with under `policy`, in the form that its engine takes."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 

@@ -400,9 +400,9 @@ def make_compared(
 ) -> PlacedModel:
   """The model whose log-probabilities are compared with the sampler's.
 
-  If the sampler uses the devices of updates, this is the model of updates. Otherwise this model
-  runs on the sampler's devices, with the sampler's copy of the parameters, and its mesh splits no
-  key/value head.
+  If the sampler uses the devices of updates, the result is the model of updates. Otherwise the
+  model runs on the sampler's devices, with the sampler's copy of the parameters, and the model's
+  mesh splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.

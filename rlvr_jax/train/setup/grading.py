@@ -472,7 +472,7 @@ def _as_number(text: str) -> float | str:
 def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, float | str]:
   """The outcomes whose reward may differ from 0 and 1.
 
-  The score of a correct answer, as its reward, is assumed to be 1.
+  If the reward of a correct answer is its score, the score is assumed to be 1.
   """
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
