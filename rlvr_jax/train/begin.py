@@ -208,7 +208,7 @@ def make_training_sampler(
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
-  """Settings of this run's sampler, for a later run that repeats this run's draws exactly."""
+  """Settings of this run's sampler that a later run needs to repeat this run's draws exactly."""
   if not sources.live:
     return {}
   settings = sources.live[0].programs.settings

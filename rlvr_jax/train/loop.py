@@ -197,7 +197,7 @@ def end_update(log: RunLog) -> None:
 
 
 def evaluate_and_save(run: Run, now: RunState) -> RunState:
-  """Evaluates the policy if an evaluation is due; saves the run afterwards, or if a save is due."""
+  """Evaluates the policy and saves the run if an evaluation is due; else saves if a save is due."""
   is_due = run.evaluation.is_due(now.step, run.plan.num_updates)
   if is_due and now.step != now.evaluated:
     now = evaluate(run, now)

@@ -119,7 +119,7 @@ def gradient_function(
   Args:
     config: the configuration of the recipe.
     trained: the `Method` of the run that recorded the batches.
-    mesh: the mesh on which the run of `trained` made updates.
+    mesh: the mesh on which that run made updates.
     reference: parameters of the reference policy, for recipes that have one.
     entropy: the entropy of the first policy, nats per token, for FADE's state.
   """

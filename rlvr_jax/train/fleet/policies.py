@@ -184,7 +184,7 @@ class PolicyReader:
     """Restores a policy.
 
     In a sampler of one process, this also verifies every leaf; with several processes, call
-    `verify`.
+    `verify` afterwards.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.

@@ -229,7 +229,7 @@ class ComparedSampler:
     self._graders = {*used_graders(task)}
 
   def offer(self, policy: Policy) -> None:
-    """Replaces the policy that samples; after a restart of the trainer `policy` may be earlier."""
+    """Lets another policy sample, after a restart of the trainer perhaps an earlier policy."""
     self._checked = {(v, source) for v, source in self._checked if v < policy.version}
     self._policies.repeat_from(policy.version)
     self._inner.offer(policy)
@@ -483,8 +483,8 @@ def identify(
   """Texts, by name, that must be equal for the trainer and all samplers of a fleet.
 
   The texts identify the code, the configuration and the data. "settings" identifies the values of
-  the fields in `_SETTINGS`: a resumed run may change these fields, and its samplers must then have
-  the new values.
+  the fields in `_SETTINGS`: a resumed run may change some of these fields, and its samplers must
+  then have the new values.
 
   Args:
     config: the run's configuration, as JSON.

@@ -209,8 +209,8 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
 def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
   """(versions that sampled the groups, version of each token or group).
 
-  The second is None if one version sampled all groups. With sampling in real time (the schedule
-  `asynchronous`), all versions may be later than the version with which the draw began.
+  The second is None if one version sampled all groups. With sampling in real time, as with the
+  schedule `asynchronous`, all versions may be later than the version with which the draw began.
 
   Args:
     groups: the groups of a draw.

@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """A source's weights to sample with under `policy`, in the form that its engine takes."""
+    """The weights with which `source` samples under `policy`, as the source's engine takes them."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 

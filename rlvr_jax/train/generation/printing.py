@@ -20,7 +20,7 @@ def keep_alive(progress: Progress) -> None:
 class Printer:
   """Prints the progress of a long refresh, at most once in `_PRINT_EVERY_S` seconds.
 
-  A burst is some decoding steps of the engine; a refresh is here the sampling from one policy to
+  A burst is some decoding steps of the engine; a refresh is the sampling from one new policy to
   the next.
   """
 

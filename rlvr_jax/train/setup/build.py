@@ -401,8 +401,8 @@ def make_compared(
   """The model whose log-probabilities are compared with the sampler's.
 
   If the sampler uses the devices of updates, the result is the model of updates. Otherwise the
-  model runs on the sampler's devices, with the sampler's copy of the parameters, and the model's
-  mesh splits no key/value head.
+  result is a model on the sampler's devices, which uses the sampler's copy of the parameters and
+  whose mesh splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
