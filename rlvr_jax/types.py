@@ -237,7 +237,7 @@ class EffectiveSampleSize:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertChoices:
-  """A statistic of the tokens per expert, averaged over the layers of a mixture of experts."""
+  """A statistic of token counts of experts, averaged over the layers of a mixture of experts."""
 
   choices: Array  # f32[layers, E], number of tokens that chose each expert
   # "entropy": entropy of the experts' shares, ÷ log E; "largest": largest share, times E; "unused":

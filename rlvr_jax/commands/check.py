@@ -283,7 +283,7 @@ class Preflight:
     return Finding(OK, text)
 
   def check_config(self) -> Finding:
-    """The run's parts can be made from its configuration, without compiling its programs."""
+    """The run can be built from its configuration; its programs are not compiled here."""
     task, tokenizer = _require(self.task, "the data has failed"), self.tokenizer
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
