@@ -243,7 +243,7 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that ends one of several processes immediately, at the context's end or on an error.
+  """Context that ends one of several processes immediately, at its own end or on an exception.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this
   process, or may have been ended by a signal. After an exception, the other processes receive the
