@@ -3,7 +3,8 @@
   rlvr_jax --config=quickstart --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. Pages in the package explain the other modes:
+workdir resumes a run that was stopped or killed. Without --mode, the program trains. Pages in the
+package explain the other modes:
 
   --mode=eval          docs/evaluation.md
   --mode=export        docs/checkpoints.md

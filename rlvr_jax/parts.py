@@ -1,8 +1,9 @@
 """The parts of a method as functions of plain arrays, for your own training loop.
 
-They take log-probabilities, rewards and masks; the model, the sampler and the optimizer are yours.
-All functions are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B =
-P·G. The guide, docs/parts.md, has complete loops for a flax model and for a hand-written one.
+The functions take log-probabilities, rewards and masks; the model, the sampler and the optimizer
+are yours. All functions are pure and work under jit. P prompts have G rollouts each, of up to T
+tokens; B = P·G. The guide, docs/parts.md, has complete loops for a flax model and for a
+hand-written model.
 
   from rlvr_jax import parts
   from rlvr_jax.advantages import grpo
@@ -79,7 +80,7 @@ def batch_of(
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}; None: equal to the rewards.
     valid: bool[P, G], False for rollouts without a grade; None: all True.
-    behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
+    behavior_logprobs: f32[P, G, T], nats, under the distribution that tokens were drawn from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G, T], number of updates since the policy that sampled a token.
     turns: i32[P, G, T], the turn of each token in dialogues: even numbers are turns of the policy.
@@ -168,9 +169,10 @@ def advantages_of(
     squared_probabilities: f32[P, G, T], for `otb` only; see `batch_of`.
     squared_norms: f32[P, G], for `opob` only; see `batch_of`.
     state: state of the estimator, for `fade` only: `estimator.init(entropy)` for the first batch,
-      later the result of `estimator.update(state, batch_of(…), entropy)`.
+      later the result of `estimator.update(state, batch_of(…), entropy)`. `entropy` is the policy's
+      mean entropy, in nats per token.
   Raises:
-    ValueError: the estimator is not a component, or an array has another shape.
+    ValueError: `estimator` is not an `Advantage`, or an array has another shape.
   """
   _check_component("estimator", estimator, Advantage, "advantages")
   _check_shape("rewards", rewards, "P", "G")
@@ -211,18 +213,18 @@ def loss_of(
   Args:
     loss: a loss of `rlvr_jax.losses`, such as `p3o()`, or a loss from
       `rlvr_jax.corrections.corrected`.
-    policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
-      model.
-    behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
-    coefficients: f32[P, G], the advantages, or f32[P, G, T]; constant for differentiation.
+    policy_logprobs: f32[P, G, T], nats, of the trained policy, computed by `token_logprobs` or your
+      own model.
+    behavior_logprobs: f32[P, G, T], nats, under the distribution that tokens were drawn from.
+    coefficients: f32[P, G] or f32[P, G, T], the advantages; constant for differentiation.
     mask: [P, G, T], 1 on response tokens that count in the loss.
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Only the aggregation "constant" reads it.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
     veto: the result of `negative_advantage_veto`.
   Raises:
-    ValueError: the loss is not a component or needs `proximal_logprobs`, an array has another
-      shape, or the aggregation is unknown.
+    ValueError: `loss` is not a `Loss` or needs `proximal_logprobs`, an array has another shape, or
+      the aggregation is unknown.
   """
   _check_component("loss", loss, Loss, "losses")
   if veto is negative_advantage_veto:
@@ -273,7 +275,7 @@ def gram_of_head(
     temperature: the temperature of the policy.
   Raises:
     ValueError: the route runs the model again, as `per_rollout` does (use `gram_of_gradients`), or
-      is not a component; or an array has another shape.
+      is not a `GramFn`; or an array has another shape.
   """
   route = streaming() if route is None else route
   _check_component("route", route, GramFn, "geometry")
@@ -319,7 +321,7 @@ def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts:
   Args:
     function: (params, *arrays of one rollout) → f32[], such as −Σ_t m log π.
     params: tree of the parameters with respect to which gradients are taken.
-    rollouts: trees of arrays [B, ...], in the order of coefficients.reshape(B).
+    rollouts: trees of arrays [B, ...]; the B rollouts are ordered as in coefficients.reshape(B).
   """
   axes = (None, *(0 for _ in rollouts))
   gradients = jax.vmap(jax.grad(function), in_axes=axes)(params, *rollouts)
@@ -345,7 +347,7 @@ def reweighted(
     valid: bool[P, G], as for `advantages_of`; None: all rollouts are valid.
     key: random key; only SALT's ablation `random_subspace` reads it. None: `jax.random.key(0)`.
   Raises:
-    ValueError: the rule is not a component, an array has another shape, or the rule needs `gram`.
+    ValueError: `rule` is not a `Reweighting`, an array has another shape, or the rule needs `gram`.
   """
   _check_component("rule", rule, Reweighting, "reweighting")
   P, G = _check_shape("coefficients", coefficients, "P", "G")

@@ -1,4 +1,4 @@
-"""The settings of sampling, separate from `types` so that configurations are read without jax."""
+"""The settings of sampling, in their own module so that configurations are read without jax."""
 
 from __future__ import annotations
 

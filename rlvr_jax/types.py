@@ -2,7 +2,7 @@
 
 Records of sampling are in `rollouts.group` and `rollouts.batches`.
 
-Axis legend, used in comments and as suffixes throughout the package:
+Axis legend, used in comments and docstrings throughout the package:
 
   P  prompts in a batch                     G  rollouts per prompt (the group)
   B  rollouts, B = P·G                      S  prompt length after left-padding
@@ -237,7 +237,7 @@ class EffectiveSampleSize:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertChoices:
-  """A statistic of the number of tokens per expert, averaged over the layers of a mixture."""
+  """A statistic of token counts of experts, averaged over the layers of a mixture of experts."""
 
   choices: Array  # f32[layers, E], number of tokens that chose each expert
   # "entropy": entropy of the experts' shares, ÷ log E; "largest": largest share, times E; "unused":

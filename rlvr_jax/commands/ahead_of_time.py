@@ -1,4 +1,4 @@
-"""The commands fits and costs: memory and costs of a run on chips that this machine lacks."""
+"""The commands `fits` and `costs`: memory and costs of a run on chips that this machine lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def count(run: Parts, lengths: str) -> tuple[Packed, Counts]:
 
 
 def memory_tables(run: Parts, *, compiled: bool) -> dict[str, Table]:
-  """Title → table of the memory that each chip needs for a phase of the run, as arithmetic says.
+  """Title → table of the memory that each chip needs for a phase, estimated by arithmetic.
 
   With `compiled`, the programs are also compiled, and tables of the compiler's numbers are added.
   """
@@ -166,10 +166,10 @@ def costs(
 ) -> Callable[[], dict[str, Cost]]:
   """Builds a run from shapes; returns a function that prints the costs of its programs per chip.
 
-  The function compiles two programs for the topology: the update, and a burst of decoding steps
-  that reads full caches, as the longest responses have at their end. A third program, the prefill,
-  is compiled if `config.fleet.new_weights` is "recompute", or if the run has dialogues: there a
-  prefill follows each reply.
+  The function compiles two programs for the topology: the update, and a burst of decoding steps.
+  The burst reads full caches, as at the end of the longest responses. A third program, the prefill,
+  is compiled if `config.fleet.new_weights` is "recompute", or if the run has dialogues: in a
+  dialogue, a prefill follows each reply of the environment.
 
   Args:
     config: the config of the run.

@@ -1,4 +1,4 @@
-"""The command check: tests everything that a run needs, on every host; prints a line per check.
+"""The command `check`: tests everything that a run needs, on every host; prints a line per check.
 
 A line has a status ("ok", "warn" or "FAIL"), the name of the check, and its finding. A failure says
 how to fix it. Each host that disagrees with the majority gets a line of its own.
@@ -283,7 +283,7 @@ class Preflight:
     return Finding(OK, text)
 
   def check_config(self) -> Finding:
-    """The run can be built from its configuration, up to compilation."""
+    """The run can be built from its configuration; its programs are not compiled here."""
     task, tokenizer = _require(self.task, "the data has failed"), self.tokenizer
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
@@ -355,7 +355,7 @@ class Preflight:
     return Finding(OK, f"{count} problems were graded; graders: {names}; {first}")
 
   def check_environment(self) -> Finding:
-    """The environment's processes start on the first host, and answer a turn of a problem."""
+    """The environment's processes start on the first host, and answer a turn in a test dialogue."""
     parts = _require(self.parts, "the configuration has failed")
     with contextlib.ExitStack() as stack:
       enter = lambda pool: stack.enter_context(contextlib.closing(pool))

@@ -1,4 +1,4 @@
-"""The command eval: evaluates any checkpoint on any data set; a killed evaluation resumes."""
+"""The command `eval`: evaluates any checkpoint on any data set; a killed evaluation resumes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
   """Evaluates a policy on the held-out problems; returns and writes its accuracies.
 
   Two files are written to the workdir: `problems.jsonl` has one line per problem, with all samples
-  of the problem, and `evaluation.json` has the accuracies. A batch of problems that the workdir
-  already has is not sampled again.
+  of the problem, and `evaluation.json` has the accuracies. A batch of problems whose samples
+  are already in the workdir is not sampled again.
 
   Args:
     parts: result of `build(config)`; `config.evaluation` has the number of samples and the settings

@@ -1,4 +1,4 @@
-"""The command export: writes a policy as a checkpoint for other programs."""
+"""The command `export`: writes a policy as a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
 
   The weights have the network's compute dtype, but float32 in place of float64. The folder includes
   the tokenizer: a copy from `config.model.checkpoint`, or the byte tokenizer. Trained adapters are
-  merged into the weights. They are also written in PEFT's format, to the subfolder `adapter`.
-  Tensors of `config.model.checkpoint` outside its text model are left out; a printed line counts
-  these tensors.
+  merged into the weights. The adapters are also written in PEFT's format, to the subfolder
+  `adapter`. Tensors of `config.model.checkpoint` outside its text model are left out; a printed
+  line counts these tensors.
 
   Args:
     parts: parts of the run.

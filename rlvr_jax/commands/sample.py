@@ -1,4 +1,4 @@
-"""The command sample: samples for the trainer of a workdir until the run has all its batches."""
+"""The command `sample`: samples for the trainer of a workdir until the run has all its batches."""
 
 from __future__ import annotations
 

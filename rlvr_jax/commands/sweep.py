@@ -1,9 +1,9 @@
-"""The command sweep: runs from a list of overrides, one after another, each in its own process.
+"""The command `sweep`: runs from a list of overrides, one after another, each in its own process.
 
-The workdir of a sweep has a folder for each run, named by its label and seed, with all files of the
-run, its output and, once it has finished, `result.json`. A finished run is never repeated, and a
-killed run resumes. The sweep's process uses no device, so each run has all devices and frees them
-when it ends.
+The workdir of a sweep has a folder for each run, named by the run's label and seed. The folder has
+all files of the run, the run's output and, once the run has finished, `result.json`. A finished run
+is never repeated, and a killed run resumes. The sweep's process uses no device, so each run has all
+devices and frees them when it ends.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_runs(
       value, such as {"seed": 1, "batch.group_size": 8}. Two keys are not fields: "config" is a
       recipe, "label" names the method. In a string, {workdir} stands for the sweep's workdir.
     recipe: the configuration file of runs without the key "config".
-    overrides: path → text of the fields that the command line sets for all runs.
+    overrides: path → text, for each field that the command line sets for all runs.
     workdir: workdir of the sweep.
     trusting: see `config_file.read`.
   Raises:

@@ -1,4 +1,4 @@
-"""The command train: starts or resumes a run, trains, and reports."""
+"""The command `train`: starts or resumes a run, trains, and reports."""
 
 from __future__ import annotations
 

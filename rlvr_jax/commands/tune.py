@@ -1,10 +1,10 @@
-"""The command tune: settings of a run for a slice, found by compiling its programs.
+"""The command `tune`: settings of a run for a slice, found by compiling its programs.
 
 Arithmetic ranks every combination of mesh, row length, micro-batch and remat for an update. The
 best setting of each of the best meshes is compiled. The fastest of these settings is then compiled
 with other compiler options, and with other row lengths and micro-batches. For the fastest update,
-arithmetic ranks layouts of generation and numbers of slots. The best of these settings whose
-compiled program fits into memory is taken.
+arithmetic ranks layouts of generation and numbers of slots. `tune` takes the best of these settings
+whose compiled program fits into memory.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ the time of the host are left out."""
 
 
 class Seconds(NamedTuple):
-  """Bounds on the seconds of a program, from the peaks of a chip."""
+  """Bounds on the seconds of a program, from the peak rates of a chip."""
 
   overlapped: float  # lower bound: computation, HBM and links at the same time
   in_turn: float  # upper bound: one after the other
@@ -394,7 +394,7 @@ def compiled_seconds(cost: Cost, chip: Chip) -> Seconds:
 
   The time of computation is the time of the cycles that the compiler estimates. These cycles omit
   custom kernels, which XLA does not generate. Each custom kernel adds the time of its FLOPs or of
-  its bytes, whichever is longer. For GPUs no compiler estimates cycles; there, the time of
+  its bytes, whichever is longer. For GPUs no compiler estimates cycles; on GPUs, the time of
   computation is the time of the FLOPs.
   """
   compute = cost["seconds"]["compute"]
@@ -423,8 +423,8 @@ def generation_candidates(
 
   Args:
     network: the network of the policy.
-    batches: lengths of all batches of a refresh.
-    prompts: number of prompts of a batch, by source.
+    batches: lengths of all batches of a refresh, which are sampled with one policy.
+    prompts: number of prompts of a batch, for each source of its groups.
     placement: the placement with the chosen mesh of updates.
     settings: the settings of the engine.
     chip: the chip, with its peaks.

@@ -1,4 +1,4 @@
-"""The command view: writes the page of a run, or serves the page while the run continues."""
+"""The command `view`: writes the page of a run, or serves the page while the run continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def view(
     base: the configuration that each run's configuration is compared with.
     workdir: the workdir of the run.
     beside: the workdir of a second run, which is shown beside the first.
-    batches: the batches in the file, see `read.choose_batches`; with `serve`, every batch can be
+    batches: the batches in view.html, see `read.choose_batches`; with `serve`, every batch can be
       loaded.
     serve: whether to serve the page rather than write it.
     port: the port of 127.0.0.1; 0 for any free port.

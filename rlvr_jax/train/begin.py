@@ -175,7 +175,7 @@ def make_run(
 def make_training_sampler(
   parts: Parts, frozen: Params, answers: Answers
 ) -> tuple[Policies, LocalSampler]:
-  """The run's policies, and this process's sampler of training rollouts, which uses them.
+  """The run's policies, and this process's sampler of training rollouts, which uses these policies.
 
   Args:
     parts: the parts of the run.
@@ -208,7 +208,7 @@ def make_training_sampler(
 
 
 def how_drawn(sources: Sources, new_weights: str) -> JsonObject:
-  """The settings of this run's sampler that a later run needs to repeat its draws exactly."""
+  """Settings of this run's sampler that a later run needs to repeat this run's draws exactly."""
   if not sources.live:
     return {}
   settings = sources.live[0].programs.settings

@@ -46,7 +46,7 @@ class Evaluation:
     return f"eval/pass@{self.settings.ks[0]}"
 
   def is_due(self, step: int, num_updates: int) -> bool:
-    """Whether an evaluation follows this update, in a run of `num_updates` updates."""
+    """Whether an evaluation follows update `step`, in a run of `num_updates` updates."""
     return step == num_updates or step % self.settings.every == 0
 
   def measure(self, params: Params, step: int) -> Evaluated:

@@ -1,4 +1,4 @@
-"""The training loop on the host: offer a policy, begin and take batches, update, evaluate, save.
+"""The host's training loop: offers policies to samplers, takes batches, updates, evaluates, saves.
 
 Nothing numerical happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
@@ -57,11 +57,11 @@ class Plan(NamedTuple):
   reads_first: bool  # whether an update's metrics are read before the next update is prepared
 
   def saves(self, step: int) -> bool:
-    """Whether the run is saved after this many updates.
+    """Whether the run is saved after `step` updates.
 
     The run is saved every `save_every` updates, and before a refresh that samples more than
-    `save_every` batches. If one of these batches is damaged, a resumed run samples it again from
-    that checkpoint.
+    `save_every` batches. If one of these batches is damaged, a resumed run samples the batch again,
+    from the checkpoint before the refresh.
     """
     if step % self.save_every == 0:
       return True
@@ -197,7 +197,7 @@ def end_update(log: RunLog) -> None:
 
 
 def evaluate_and_save(run: Run, now: RunState) -> RunState:
-  """Evaluates the policy and saves the run, if these are due after this many updates."""
+  """Evaluates the policy and saves the run if an evaluation is due; else saves if a save is due."""
   is_due = run.evaluation.is_due(now.step, run.plan.num_updates)
   if is_due and now.step != now.evaluated:
     now = evaluate(run, now)
@@ -253,8 +253,9 @@ def save(run: Run, now: RunState) -> None:
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:
   """The update from whose checkpoint all pending batches can be sampled again.
 
-  The result is 0 if the run repeats a recorded run that has batches of several versions. Otherwise
-  the result is None if no batch is pending.
+  Pending batches have been sampled for later updates. The result is 0 if the run repeats a recorded
+  run that has a batch sampled by several versions of the policy. Otherwise the result is None if no
+  batch is pending.
   """
   if schedule.recorded is not None and schedule.recorded.has_several:  # see `find_resumable`
     return 0

@@ -47,10 +47,10 @@ def train_and_record(
     base: configuration of the run.
     workdir: folder of the run's files.
     before: number of updates before the batch is recorded.
-    lags: numbers of updates after the recording; the parameters after each of them are kept.
+    lags: numbers of updates after the recording, at which the parameters are kept.
   Returns:
     The parts; the batch; parameters by lag; the first parameters, for recipes with a reference
-    policy; and their entropy (nats per token), for FADE's state.
+    policy; and the entropy of the first policy (nats per token), for FADE's state.
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   params: dict[int, Params] = {}
@@ -114,7 +114,7 @@ def gradient_function(
 ) -> Callable[[TrainBatch, Params], tuple[dict[str, float], np.ndarray]]:
   """A function from (batch, parameters) to a recipe's metrics and gradient f32[parameters].
 
-  The parameters are also the proximal policy, as when the batch is trained on for the first time.
+  The proximal policy has the same parameters, as in the first update that trains on a batch.
 
   Args:
     config: the configuration of the recipe.
@@ -192,14 +192,14 @@ def compare_gradients(
   lags: Sequence[int],
   rollouts: str | None = None,
 ) -> Comparison:
-  """Trains, records a batch, and takes the gradient of every recipe on it, at every lag.
+  """Trains, records a batch, and takes every recipe's gradient on the batch, at every lag.
 
   Args:
     workdir: folder of the run's files.
     base: configuration of the policy that is trained.
     recipes: names of recipes; grpo is always added.
     before, lags: see `train_and_record`.
-    rollouts: a recorded batch to use instead, see `read_recorded_batch`.
+    rollouts: a batch to use instead of the newly recorded batch, see `read_recorded_batch`.
   Raises:
     ValueError: `rollouts` does not name a batch.
   """

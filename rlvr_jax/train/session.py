@@ -271,9 +271,9 @@ def logged_run(parts: Parts) -> LoggedRun:
 
 @contextlib.contextmanager
 def report_shutdown(remedy: str) -> Iterator[None]:
-  """Context that prints the message of an `EndRequestedError`, and `remedy`, and raises it again.
+  """Context that prints the message of an `EndRequestedError` and `remedy`; raises the error again.
 
-  Files that are opened within this context are closed before it prints.
+  Files that are opened within this context are closed before the message is printed.
   """
   try:
     yield

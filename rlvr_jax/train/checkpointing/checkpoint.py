@@ -189,7 +189,10 @@ class Checkpointer:
     return found
 
   def discard_after(self, step: int) -> None:
-    """Removes checkpoints after `step`, the latest first; on disk, only renames damaged ones."""
+    """Removes checkpoints after `step`, the latest first.
+
+    On a disk, damaged checkpoints are only renamed.
+    """
     later = [number for number in reversed(self.steps()) if number > step]
     with self._convert_errors():
       multihost.run_on_first(lambda: self._remove(later), None)

@@ -157,7 +157,7 @@ def read_state(
     abstract_state: see `Checkpointer.restore`.
     if_other: sentence at the end of a ForeignCheckpointError, which says what to do.
     verifies: whether to verify the state; if False, call `verify_state` later. With several
-      processes, a background thread must not dispatch the compiled programs that verify.
+      processes, a background thread must not dispatch the compiled programs that verify the state.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
     ForeignCheckpointError: the checkpoint is of another program, or of a state with another
@@ -346,7 +346,8 @@ def silence_orbax() -> None:
   """Drops orbax's log records; our own errors report the problems that matter to users.
 
   When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
-  of tensorstore still send results: Python would print a warning or a traceback for each read.
+  of tensorstore still send results. Without this function, Python would print a warning or a
+  traceback for each read.
   """
   for name in ("absl", "asyncio"):
     logging.getLogger(name).addFilter(_is_not_from_orbax)

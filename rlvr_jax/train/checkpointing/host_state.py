@@ -1,4 +1,4 @@
-"""The host's state in a checkpoint, beside the train state and arrays of pending batches."""
+"""The host's state, which a checkpoint has beside the train state and arrays of pending batches."""
 
 from __future__ import annotations
 

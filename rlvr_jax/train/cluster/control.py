@@ -81,7 +81,7 @@ class _Ended:
 
 
 class Channel:
-  """The connections of a process to other processes; a thread reads each connection.
+  """The connections of a process to other processes; each connection has a thread that reads it.
 
   In a run of one process, the channel has no connections.
   """

@@ -185,7 +185,7 @@ def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
 def raise_if_shutdown_requested() -> None:
   """Raises EndRequestedError on all processes if shutdown was requested; all must call this.
 
-  Call this where the state before the current `phase` can still be saved. Outside of
+  Call this where the run can still be saved as it was before the current `phase`. Outside of
   `share_shutdown_signals`, this function does nothing.
   """
   if handles_shutdown_signals() and any_process(shutdown_requested()):
@@ -243,7 +243,7 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Context that ends one of several processes at once: at the context's end or on an exception.
+  """Context that ends one of several processes immediately, at its own end or on an exception.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this
   process, or may have been ended by a signal. After an exception, the other processes receive the

@@ -63,5 +63,5 @@ class Placement:
 
   @property
   def compared_groups(self) -> int:
-    """Number of groups per source whose log-probabilities are compared."""
+    """Number of groups of each source on which sampler and trainer are compared."""
     return self.compared_layout.devices

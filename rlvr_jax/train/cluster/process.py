@@ -163,10 +163,10 @@ def enable_compilation_cache(workdir: str) -> None:
 def compilation_cache(workdir: str, backend: str, processes: int) -> str:
   """The folder that caches compiled programs.
 
-  On accelerators, where compiling a program may take minutes, all runs of a user share one folder:
-  a second run, or another arm of a sweep, finds the programs of the first run. A run on CPUs, or of
-  several processes, has the folder in its workdir. The workdir can be read by all processes; only
-  process 0 writes to the folder.
+  On accelerators, where compiling a program may take minutes, all runs of a user share one folder.
+  So a second run, or another run of a sweep, finds the programs of the first run. A run on CPUs, or
+  of several processes, has the folder in its workdir. The workdir can be read by all processes;
+  only process 0 writes to the folder.
 
   Args:
     workdir: the workdir of the run.
@@ -221,7 +221,7 @@ def exit_immediately(message: str) -> NoReturn:
   """Ends the process with the message as its last line; call it after closing files.
 
   Libraries would print more, in an orderly exit and from threads that are still running. So stderr
-  is redirected to /dev/null before the message is written to a duplicate of it.
+  is redirected to /dev/null before the message is written to a duplicate of stderr.
   """
   sys.stdout.flush()
   sys.stderr.flush()
@@ -333,8 +333,8 @@ def handles_shutdown_signals() -> bool:
 def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
   """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; for the main thread only.
 
-  A thread receives signals at once, even while the main thread is in native code. A second Ctrl-C
-  ends the process immediately. If SIGHUP is ignored, as under nohup, it stays ignored.
+  A separate thread receives signals at once, even while the main thread is in native code. A second
+  Ctrl-C ends the process immediately. If SIGHUP is ignored, as under nohup, it stays ignored.
 
   Args:
     pass_on: called at each signal, in the thread that receives it, to request shutdown of the other

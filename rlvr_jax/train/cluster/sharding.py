@@ -354,7 +354,7 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh, groups: PartitionSpec = BATCH) -> TrainBatch:
-  """A sharding for every leaf: `groups` for arrays [P, ...] of prompts, rows for packed arrays."""
+  """A sharding for every leaf: `groups` for arrays [P, ...]; packed arrays are sharded on rows."""
 
   def shard(tree: Tree, spec: PartitionSpec) -> Tree:
     shardings: Tree = jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)

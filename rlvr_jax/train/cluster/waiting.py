@@ -12,7 +12,7 @@ from rlvr_jax.types import Tree
 
 
 def burst_to_host(tree: Tree, *, deadline_s: float) -> Tree:
-  """Waits for the devices and returns the tokens that a burst has sampled, as NumPy arrays.
+  """Waits for the devices and returns the tokens of a burst of decoding steps, as NumPy arrays.
 
   Ends the process if the wait takes longer than `deadline_s` seconds.
 

@@ -94,8 +94,8 @@ class PolicyPublisher:
     """Copies a policy's parameters and writes them in the background.
 
     Waits until the previous policy is written. After a restart of the trainer, the folder may have
-    policies of this and later versions. These policies are removed, since they may be damaged, or
-    their updates may be lost.
+    policies with the version of `policy` or a later version. These policies are removed, since they
+    may be damaged, or the restarted trainer may have lost the updates that made them.
 
     Args:
       params: the trained parameters, which may be donated when this returns.
@@ -181,7 +181,10 @@ class PolicyReader:
     self._abstract = abstract
 
   def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy; one process also verifies every leaf, several processes call `verify`.
+    """Restores a policy.
+
+    In a sampler of one process, this also verifies every leaf; with several processes, call
+    `verify` afterwards.
 
     Raises:
       PolicyGoneError: the policy was removed, or cannot be read at present.

@@ -201,8 +201,9 @@ class FleetSampler:
 class ComparedSampler:
   """A sampler that checks its log-probabilities on the first group of every policy and source.
 
-  The comparison is with the trainer's network. The sampler samples the groups that a trainer
-  requests. It refuses a problem with a user's grader that the sampler's own task does not name.
+  The check is a comparison with the log-probabilities of the trainer's network. The sampler samples
+  the groups that a trainer requests. It refuses a problem that names a grader in a user's module,
+  unless the sampler's own task names this grader too.
   """
 
   def __init__(
@@ -228,7 +229,7 @@ class ComparedSampler:
     self._graders = {*used_graders(task)}
 
   def offer(self, policy: Policy) -> None:
-    """Lets another policy sample; after a restart of the trainer it may be an earlier policy."""
+    """Lets another policy sample, after a restart of the trainer perhaps an earlier policy."""
     self._checked = {(v, source) for v, source in self._checked if v < policy.version}
     self._policies.repeat_from(policy.version)
     self._inner.offer(policy)
@@ -237,8 +238,8 @@ class ComparedSampler:
     """Asks for groups of a draw.
 
     Raises:
-      ForeignGraderError: a problem names a grader in a user's module, but no problem among the
-        first ones of this sampler's task names this grader.
+      ForeignGraderError: a problem names a grader in a user's module, but none of the first
+        problems of this sampler's task names this grader.
     """
     for problem in draw.problems:
       self._check(problem)
@@ -479,10 +480,11 @@ def sampler_settings(
 def identify(
   config: Mapping[str, JSON], may_differ: Sequence[str], source: ProblemSource, tokenizer: Tokenizer
 ) -> dict[str, str]:
-  """The texts, by name, in which the trainer and all samplers of a fleet must agree.
+  """Texts, by name, that must be equal for the trainer and all samplers of a fleet.
 
-  They identify the code, the configuration and the data. "settings" identifies the fields that a
-  resumed run may change, and whose new values its samplers must share: `_SETTINGS`.
+  The texts identify the code, the configuration and the data. "settings" identifies the values of
+  the fields in `_SETTINGS`: a resumed run may change some of these fields, and its samplers must
+  then have the new values.
 
   Args:
     config: the run's configuration, as JSON.
@@ -553,7 +555,7 @@ def _differences(
 def sources_of_run(
   sources: Sources, make_sources: Callable[..., Sources], folder: pathlib.Path
 ) -> Sources:
-  """A sampler's sources, with the same checkpoints of other runs as when the run began.
+  """A sampler's sources, which read the same checkpoints of other runs as when the run began.
 
   Args:
     sources: the sources made from the present configuration.

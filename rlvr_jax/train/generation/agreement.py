@@ -42,7 +42,8 @@ class Agreement:
   Attributes:
     sources, programs, rows, policies: sources, programs, rows and policies of the run.
     replays_routes: see `Method`.
-    mixes_caches: whether the cached keys and values before a token may come from several versions.
+    mixes_caches: whether the cached keys and values before a token may come from several versions
+      of the policy.
     samplers_compare: whether the samplers of a fleet make this comparison, in place of `measure`.
   """
 
@@ -62,8 +63,8 @@ class Agreement:
       version: the version of the policy that the draw began with.
       checked_version: the version of the policy that was compared last.
     Returns:
-      The groups, with raw log-probabilities if their source records these; metrics of the gaps; and
-      the version that was compared last.
+      The groups, with raw log-probabilities (at temperature 1) if their source records these;
+      metrics of the gaps; and the version that was compared last.
     Raises:
       AgreementError: a gap is too large.
     """
@@ -135,7 +136,8 @@ def behavior_gaps(
       The gap of a token with mixed caches is more than rounding: it has a separate metric and is
       not checked.
   Returns:
-    The metrics, and the versions that were checked on every source that is `of_this_run`.
+    The metrics, and the versions that were checked on every source whose parameters derive from
+    this run's policy (`of_this_run`).
     agreement/SOURCE_mean and agreement/SOURCE_max are the mean and the largest gap.
     agreement/SOURCE_draws/BIN is the number of drawn tokens with a probability in the bin, and
     …_draws_expected/BIN its expected value. …_draws_z_max is the largest deviation from an expected
@@ -207,8 +209,8 @@ def _check_gap(source: Source, gap: float, version: int) -> None:
 def sampled_by(groups: Sequence[Group], version: int) -> tuple[set[int], np.ndarray | None]:
   """(versions that sampled the groups, version of each token or group).
 
-  The second is None if one version sampled all groups. With real-time sampling all versions may be
-  later than the version with which the draw began.
+  The second is None if one version sampled all groups. With sampling in real time, as with the
+  schedule `asynchronous`, all versions may be later than the version with which the draw began.
 
   Args:
     groups: the groups of a draw.
@@ -224,8 +226,8 @@ def sampled_mask(groups: Sequence[Group], num_recorded: int) -> np.ndarray:
 
   Args:
     groups: P groups.
-    num_recorded: number of groups at the end that another run has recorded; for these only the
-      loss's mask is known.
+    num_recorded: the last `num_recorded` groups were recorded by another run; for these groups only
+      the loss's mask is known.
   """
   first_recorded = len(groups) - num_recorded
   sampled = [sampled_places(group.arrays) for group in groups[:first_recorded]]

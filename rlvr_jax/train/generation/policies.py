@@ -71,7 +71,7 @@ class Policies:
     return policy
 
   def load(self, source: Source, policy: Policy) -> Params:
-    """The weights with which a source samples for a policy, as the source's engine takes them."""
+    """The weights with which `source` samples under `policy`, as the source's engine takes them."""
     self._use(policy)
     return source.programs.load(*source.params_of(policy.params, self.frozen))
 
@@ -95,7 +95,7 @@ class Policies:
     return [policy for version, policy in sorted(self._used.items()) if version in versions]
 
   def newest_used(self) -> list[Policy]:
-    """A list of the newest policy that has sampled and is kept; [] if there is none."""
+    """The newest kept policy that has sampled, in a list; [] if no kept policy has sampled."""
     return [policy for _, policy in sorted(self._used.items())][-1:]
 
   def repeat_from(self, version: int) -> None:

@@ -20,7 +20,8 @@ def keep_alive(progress: Progress) -> None:
 class Printer:
   """Prints the progress of a long refresh, at most once in `_PRINT_EVERY_S` seconds.
 
-  A burst is some decoding steps of the engine; a refresh is the sampling between two policies.
+  A burst is some decoding steps of the engine; a refresh is the sampling from one new policy to
+  the next.
   """
 
   def __init__(self) -> None:

@@ -48,7 +48,7 @@ def _load(programs: EnginePrograms, frozen: Params, policy: Policy) -> Params:
 
 
 def sampling_flops(network: TransformerConfig, arrays: Mapping[str, np.ndarray]) -> float:
-  """Model FLOPs of sampling groups with these arrays.
+  """Model FLOPs that it takes to sample groups with these arrays.
 
   Args:
     network: settings of the policy's network.

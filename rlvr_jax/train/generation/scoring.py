@@ -179,7 +179,7 @@ class Scorer:
   ) -> dict[str, np.ndarray]:
     """Log-probabilities and entropies of the teachers at each response token.
 
-    The distributions are those at the teachers' temperature.
+    The teachers' logits are divided by the teachers' temperature.
 
     Args:
       batch: the batch of these groups.
@@ -254,7 +254,7 @@ def measure_entropy(
 ) -> float:
   """Mean entropy, in nats per token, on responses to the first training prompts.
 
-  Sampled tokens count even if the loss excludes them, since the loss may exclude all tokens. The
+  Sampled tokens that the loss excludes are included, since the loss may exclude all tokens. The
   responses are sampled with separate keys, so that measuring does not affect the run.
 
   Args:

@@ -89,7 +89,7 @@ class DispatchedUpdate(NamedTuple):
 def loss_tokens_alone(
   arrays: Mapping[str, np.ndarray], mask: jax.Array | np.ndarray
 ) -> dict[str, np.ndarray]:
-  """The arrays of a measurement; of arrays [P, G, T], only the values at the N loss tokens, [N].
+  """The arrays of a measurement; arrays [P, G, T] become [N], their values at the N loss tokens.
 
   Arrays of another shape are unchanged. In [N], one rollout follows another, in the order [P, G].
   The measurement's array "lengths" says how many loss tokens each rollout has.
@@ -116,7 +116,7 @@ class Clock:
     """Metrics of time: idle seconds since the last record, and seconds of the whole run.
 
     Args:
-      phases: phase → seconds since the last record that do not count as idle.
+      phases: phase → seconds since the last record; these seconds do not count as idle.
     """
     before, self.recorded = self.recorded, time.perf_counter()
     idle = self.recorded - before - sum(phases.values())
@@ -142,8 +142,8 @@ class Clock:
     """Estimated seconds from update `step`, which was just recorded, to update `total`.
 
     The estimate assumes that each further update takes the mean time of this process's updates,
-    evaluations included. The first update does not count, since it compiles; after it, the result
-    is None.
+    evaluations included. The first update does not count, since it compiles; the result is None
+    right after the first update.
     """
     if self._first is None:
       self._first = step, self.recorded
@@ -386,7 +386,7 @@ class RunLog:
     Args:
       step: number of updates so far.
       values: as `evaluate.held_out.accuracy` returns them.
-      samples: [problems][samples].
+      samples: for each problem, the records of its samples.
       lengths: numbers of tokens in (prompts, responses, the policy's parts of responses).
       began: when the evaluation began, seconds on the host's clock.
     Returns:

@@ -193,8 +193,8 @@ def open_writer(
 class Records:
   """Appends records to a file of lines.
 
-  A checkpoint stores how many bytes the records up to its step take, and their checksum. A resumed
-  run cuts the file there, since it writes the later records again.
+  A checkpoint stores the size in bytes, and the checksum, of the records up to its step. A resumed
+  run cuts the file to this size, since it writes the later records again.
   """
 
   def __init__(

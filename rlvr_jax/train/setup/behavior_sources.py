@@ -50,7 +50,8 @@ def make_sampling(
     vocab_size: V.
     allow_truncated: `config.allow_truncated_behavior`.
   Raises:
-    ValueError: sampling is greedy, or is truncated although `allow_truncated` is False.
+    ValueError: sampling is greedy; or top_k, top_p or min_p truncates the distribution although
+      `allow_truncated` is False.
   """
   sampling = sampling_of(settings)
   check_sampling("config.sampling", sampling, vocab_size)
@@ -128,7 +129,8 @@ def make_sources(
     tokenizer: the tokenizer of the run.
     shape: the shape of a training batch.
     engines: makes the engines of the sources.
-    pins: the `Source.pin` of each source, by name, when the run began; empty for a new run.
+    pins: name of a source → the checkpoint step or batch numbers (`Source.pin`) that the run began
+      with; empty for a new run.
   Raises:
     ValueError: a setting is invalid; the message has the field, its value, what is allowed and how
       to fix it.

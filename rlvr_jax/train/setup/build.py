@@ -377,7 +377,7 @@ def make_sampler(
   mesh: Mesh,
   make_model_on: Callable[..., Model],
 ) -> PlacedModel:
-  """Model and mesh for generation: the ones of updates, unless `config.generation_mesh` is set.
+  """Model and mesh for generation: `model` and `mesh`, unless `config.generation_mesh` is set.
 
   Args:
     settings: `config.generation_mesh`.
@@ -400,9 +400,9 @@ def make_compared(
 ) -> PlacedModel:
   """The model whose log-probabilities are compared with the sampler's.
 
-  If the sampler uses the devices of updates, this is the model of updates. Otherwise this model
-  runs on the sampler's devices, with the sampler's copy of the parameters, and its mesh splits no
-  key/value head.
+  If the sampler uses the devices of updates, the result is the model of updates. Otherwise the
+  result is a model on the sampler's devices, which uses the sampler's copy of the parameters and
+  whose mesh splits no key/value head.
 
   Args:
     sampler, make_model_on: see `make_sampler`.
@@ -593,8 +593,8 @@ def make_needed_gram(
     name, advantage_name: `config.gram` and `config.advantage`.
     reweighter, advantage: reweighter and advantage of the method.
   Raises:
-    ValueError: the advantage needs norms of gradients, but the feature of `name` is not the
-      gradient.
+    ValueError: the advantage needs norms of gradients, but the vectors whose inner products `name`
+      computes are not the gradients.
   """
   needs_norms = "squared_norms" in advantage.needs
   if not (reweighter.needs_gram or needs_norms):

@@ -295,9 +295,9 @@ def check_dynamic_sampling(settings: ml_collections.ConfigDict, group_size: int)
 def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed.
 
-  They describe machines, limits such as `grading.timeout_s`, and what a run writes, but not the
-  method. Fields of the machine, such as `mesh`, may change rounding; `restore.find_resumable` then
-  prints what changed.
+  The fields describe machines, limits such as `grading.timeout_s`, and what a run writes, but not
+  the method. Fields of the machine, such as `mesh`, may change rounding; `restore.find_resumable`
+  then prints what changed.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]

@@ -53,7 +53,7 @@ def make_compiler_options(
     training, generation: the meshes of updates and of rollouts. For a mesh without devices there
       are no defaults, and the compiler is not asked whether it accepts the options.
   Raises:
-    ValueError: a text is not a list of options, or the compiler does not accept one.
+    ValueError: a text is not a list of options, or the compiler does not accept an option.
   """
 
   def options(kind: str, mesh: Mesh) -> Options | None:

@@ -56,7 +56,7 @@ def bytes_per_restored_parameter(published: Params) -> float:
 
 
 def records_routes(settings: ml_collections.ConfigDict) -> bool:
-  """Whether rollouts contain the routes of a mixture, according to `config.model`."""
+  """Whether rollouts contain the routes of a mixture of experts, according to `config.model`."""
   return routing_of(settings) == "replayed" or bool(settings.get("record_routes", False))
 
 
@@ -79,7 +79,7 @@ class Engines:
     deadline_s: seconds without progress after which the process ends.
     compiler_options: the compiler options of generation.
     has_replies: whether rollouts are dialogues.
-    records_routes: whether rollouts contain the routes of a mixture.
+    records_routes: whether rollouts contain the routes of a mixture of experts.
   """
 
   settings: ml_collections.ConfigDict
@@ -161,7 +161,7 @@ def choose_slots(
   cache_format: str = "",
   has_replies: bool = False,
 ) -> int:
-  """The configured number of slots, or one per response, or fewer if the memory is too small.
+  """The configured number of slots, or one slot per response, or fewer if memory is too small.
 
   With more slots, sampling takes fewer steps, and every step reads the weights once for all slots.
   Devices that do not report their memory get slots for one batch.

@@ -102,7 +102,7 @@ def with_graders(settings: ml_collections.ConfigDict, held_out_grader: str, task
   """The task with the graders of the configuration.
 
   If the graders of training and of held-out problems differ, each problem's reference names its
-  grader, so that one pool serves both.
+  grader, so that one pool serves both kinds of problems.
 
   Args:
     settings: `config.grading`, the graders of training.
@@ -205,7 +205,7 @@ def check_first_grade(outcome_policy: OutcomePolicy, pool: GraderPool, task: Tas
 def announce_partial_credit(
   outcome_policy: OutcomePolicy, task: Task, environment: str = ""
 ) -> None:
-  """Warns at the start of a run if the scores of wrong answers will be lost.
+  """Warns at the start of a run if rewards will ignore the scores of wrong answers.
 
   Args:
     outcome_policy: the rewards of outcomes.
@@ -439,7 +439,7 @@ def make_grading(
     tokenizer: the tokenizer of the run.
     shape: the shape of a training batch.
   Raises:
-    ValueError: an outcome or action is unknown, or the buffer is longer than a response may be.
+    ValueError: an outcome or action is unknown, or `overlong.buffer` exceeds the longest response.
   """
   check_between("config.overlong", "buffer", overlong.buffer, low=0)
   if overlong.buffer > shape.max_response_length:
@@ -470,7 +470,10 @@ def _as_number(text: str) -> float | str:
 
 
 def shaped_outcomes(outcome_policy: OutcomePolicy) -> dict[str, float | str]:
-  """The outcomes whose reward may differ from 0 and 1; a correct answer's score counts as 1."""
+  """The outcomes whose reward may differ from 0 and 1.
+
+  If the reward of a correct answer is its score, the score is assumed to be 1.
+  """
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
   return {o.value: reward for o, reward in outcome_policy.items() if not binary(o.value, reward)}

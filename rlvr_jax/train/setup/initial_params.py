@@ -2,7 +2,7 @@
 
 If adapters are trained on a frozen base, the train state's parameters are the adapters alone, so
 that checkpoints, optimizer state and weight syncs are small. The base is an argument of every
-compiled program, never a constant in one.
+compiled program, never a constant in a program.
 """
 
 from __future__ import annotations

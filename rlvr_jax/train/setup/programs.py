@@ -264,7 +264,7 @@ def choose_row_attention(
 
 
 def least_row_length(kind: str, shape: BatchShape) -> int:
-  """Tokens in the shortest row with room for the longest rollout, with the alignment of `kind`."""
+  """Tokens in the shortest row with room for the longest rollout, aligned for attention `kind`."""
   sizes = shape.max_prompt_length, shape.max_response_length
   for longest in (2**15, 2**16, LONGEST_ROW):  # longer rows are aligned more coarsely
     least = row_length(kind, min_row_length(*sizes, alignment=row_alignment(kind, longest)))

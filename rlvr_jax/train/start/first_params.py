@@ -1,4 +1,4 @@
-"""Parameters before the first update that come from another run or from a warm start."""
+"""Parameters before the first update, taken from another run or from a warm start."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LastRecords: TypeAlias = tuple[int | None, Mapping[str, Sequence[int]] | None]
 def restore_sources(
   sources: Sources, make_sources: Callable[..., Sources], workdir: Path
 ) -> Sources:
-  """The run's sources, with the same checkpoint and batches of other runs as when the run began.
+  """Sources that read the same checkpoint and batches of other runs as when this run began.
 
   Args:
     sources: the sources made from the present configuration.
@@ -103,18 +103,19 @@ def find_resumable(
 ) -> Resumed | None:
   """The latest intact checkpoint with intact pending rollouts; None if there is no checkpoint.
 
-  Later checkpoints are removed; damaged checkpoints are renamed on a disk, and removed in a bucket.
-  From an earlier checkpoint the run repeats itself bit for bit: it samples damaged batches again
-  with the same policy, and reads other batches from the store. If sampling goes on during updates,
-  pending rollouts may be damaged, since any policy may sample them again.
+  Pending rollouts were sampled before the checkpoint, for updates after it. Later checkpoints are
+  removed; damaged checkpoints are renamed on a disk, and removed in a bucket. From an earlier
+  checkpoint the run repeats itself bit for bit: it samples damaged batches again with the same
+  policy, and reads other batches from the store. If sampling goes on during updates, pending
+  rollouts may be damaged, since any policy may sample them again.
 
   Args:
     checkpointer, schedule, store: checkpointer, schedule and store of the run.
     abstract: shapes, dtypes and shardings of the train state.
     layout: the layout of this start, from `describe_layout`.
   Raises:
-    StoreError: the run can go on from no intact checkpoint: each time, pending batches are damaged,
-      or the next batches need earlier policies.
+    StoreError: the run cannot go on from any intact checkpoint: for each one, pending batches are
+      damaged, or the next batches need earlier policies.
     TornCheckpointError: all checkpoints are damaged.
   """
   for restored in checkpointer.intact(abstract):

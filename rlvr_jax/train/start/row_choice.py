@@ -1,4 +1,4 @@
-"""Chooses the rows and micro-batches that suit the lengths of a run's rollouts, and its devices.
+"""Chooses the rows and micro-batches that suit a run's devices and the lengths of its rollouts.
 
 Rows always have room for the longest rollout that the configuration allows, so that every batch
 fits. The best row length depends on the actual lengths of rollouts and on the device: on the fixed
