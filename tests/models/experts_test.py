@@ -370,7 +370,10 @@ def test_experts_of_another_shape_are_refused_before_they_are_read(tmp_path):
   path = tmp_path / "out" / "config.json"
   published = json.loads(path.read_text())
   for changes, message in (
-    (dict(moe_intermediate_size=8), r"experts.0.down_proj.weight' in .* has shape \(16, 12\), the"),
+    (
+      dict(moe_intermediate_size=8),
+      r"experts.0.down_proj.weight' in .* has shape \(16, 12\), but the model needs \(16, 8\)",
+    ),
     (dict(num_experts=6), r"6 missing: model.layers.0.mlp.experts.5.down_proj.weight"),
     (dict(num_experts=4), r"6 unknown: model.layers.0.mlp.experts.4.down_proj.weight"),
   ):

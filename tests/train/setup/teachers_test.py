@@ -59,7 +59,10 @@ REFUSED = {  # settings, and a word of the message
   "unread temperature": (dict(teacher__temperature=0.5), "temperature = 0.5 has no effect"),
   "unread weight": (dict(teacher__reward_weight=0.0), "reward_weight = 0.0 has no effect"),
   "unknown": (fields(distillation="odp"), "odp.*opd"),
-  "k1": (fields(distillation="kl_estimate(estimator='k1')"), "choose 'k2'"),
+  "k1": (
+    fields(distillation="kl_estimate(estimator='k1')"),
+    "choose estimator = 'k2', or config.distillation = 'opd'",
+  ),
   "weight": (fields(teacher__weight=-1.0), r"weight = -1\.0"),
   "measured beside less": (
     fields(teacher__weight=0.0, teacher__reward_weight=0.5),
