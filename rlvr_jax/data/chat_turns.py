@@ -79,8 +79,9 @@ class ChatTurns:
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
     """Learns the template's texts around replies of a role, and checks dialogues with the role.
 
-    A checked dialogue has two replies: two of this role, or one of this role and one of a known
-    role, in both orders. If the role is already known, the method does nothing.
+    A checked dialogue has two replies: two of this role, or one of this role and one of a role that
+    was learned before. The latter dialogues are checked in both orders. If the role was already
+    learned, the method does nothing.
 
     Args:
       role: the role of the replies, such as "user" or "tool".

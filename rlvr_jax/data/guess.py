@@ -71,7 +71,7 @@ def optimal_success(low: int, high: int, turns: int) -> float:
   """The probability that the best strategy finds the number within `turns` guesses.
 
   With t guesses a strategy can find min(n, 2^t − 1) of the n = high − low + 1 numbers. Each wrong
-  guess gets one of two replies, so at most twice as many numbers can be guessed next.
+  guess gets one of two replies, so the number of possible guesses at most doubles with each turn.
 
   Args:
     low: smallest number.

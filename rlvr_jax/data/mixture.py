@@ -33,7 +33,8 @@ def mixture(
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
     weights: label → relative frequency, > 0; rounded by at most 1 % of the smallest weight.
-    size: problems in an epoch of training; 0: about the fewest that read every part at least once.
+    size: problems in an epoch of training; 0: about the smallest number with which every part is
+      read at least once.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
     ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is

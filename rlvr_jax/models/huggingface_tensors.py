@@ -100,7 +100,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def kernel_modules(config: TransformerConfig) -> dict[str, str]:
-  """Kernel's name, as in `models.lora` → name of its published module within a layer."""
+  """Kernel's name (as in `models.lora`) → name of its published module within a layer."""
   names = {
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
@@ -124,7 +124,7 @@ def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
+    ValueError: Hugging Face's layout has no tensor for one of the parameters.
   """
   norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
@@ -191,7 +191,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
+    ValueError: Hugging Face's layout has no tensor for one of the parameters.
   """
   places = {  # module within a layer → (the published module that contains it, its rows there)
     module: (whole, rows)

@@ -68,8 +68,8 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
     kernels of `base`.
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
-  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as in the
-    PEFT library.
+  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A is
+    initialized as in the PEFT library.
   """
 
   def init_pair(key, kernel):
@@ -141,7 +141,7 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
 
 def nest(pairs: Mapping[str, Any]) -> Params:
-  """Converts kernel name → adapter to nested dicts with the structure of the kernels."""
+  """Converts a dict kernel name → adapter to nested dicts with the structure of the kernels."""
   nested: Params = {}
   for name, pair in pairs.items():
     *folders, last = name.split("/")
@@ -150,7 +150,7 @@ def nest(pairs: Mapping[str, Any]) -> Params:
 
 
 def flatten(blocks: Params) -> dict[str, Any]:
-  """Converts nested adapters to kernel name → adapter; the inverse of `nest`."""
+  """Converts nested adapters to a dict kernel name → adapter; the inverse of `nest`."""
   leaves = jax.tree_util.tree_leaves_with_path(blocks, is_leaf=_is_pair)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): pair for path, pair in leaves}
 

@@ -107,7 +107,7 @@ class PublishedFiles:
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
-    """A digest of the files, by the bytes of local files, and by the listing of remote files."""
+    """A digest of the files: of the bytes of local files, or of the listing of remote files."""
     digest = hashlib.sha256()
     for path in paths:
       digest.update(f"{self._stems[path]}\n".encode())
