@@ -1,8 +1,9 @@
 """Runs generated code in a sandbox: isolated from network and files, limited, and always killed.
 
 The package `harness` runs inside the sandbox; its docstring describes the processes. `harness`
-enters namespaces. This needs libseccomp and Linux 5.12 or later. The system must also permit the
-user, who may be root, to create namespaces. An item (one program with its tests) gets:
+enters namespaces and filters system calls. For this it needs libseccomp and Linux 5.12 or later.
+The system must also permit the user, who may be root, to create namespaces. An item (one program
+with its tests) gets:
 
 * an empty network; no environment variables; at most the rights of an ordinary user
 * from the file system only the system's programs and libraries and the interpreter, read-only; no

@@ -80,7 +80,7 @@ class ChatTurns:
     """Learns the template's texts around replies of a role, and checks dialogues with the role.
 
     A checked dialogue has two replies: two of this role, or one of this role and one of a role that
-    was learned before. The latter dialogues are checked in both orders. If the role was already
+    was learned before. Dialogues of two roles are checked in both orders. If the role was already
     learned, the method does nothing.
 
     Args:

@@ -64,7 +64,7 @@ def find_answer_part(completion: str) -> tuple[str | None, bool]:
 
 
 def extract_final_answer(completion: str) -> str:
-  """Extracts the stripped text after the last "####", or all stripped text without that mark.
+  """Extracts the stripped text after the last "####"; without a "####", all stripped text.
 
   Thoughts are ignored; the answer is empty while a "<think>" is open. If there is an answer tag,
   only its content counts.

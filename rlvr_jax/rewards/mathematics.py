@@ -4,7 +4,7 @@ The gold answer and the answer are each parsed into a typed value (`answers.Answ
 type: integers exactly, other plain numbers to 6 decimal places and a relative difference of 1e-4,
 words as text, lists, tuples and sets element by element, intervals and conditions as sets of real
 numbers (`conditions`), formulas by their values (`formulas`). Units are compared by name if both
-answers have one.
+answers have a unit.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. The normal form has names

@@ -47,7 +47,7 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
     program: a program that has just been started.
     task: "style" and its fields, see `_make_checks`.
   Returns:
-    "passed" and "total", numbers of tests, and "failure", a text about the first failed test. For
+    "passed" and "total" (numbers of tests) and "failure" (a text about the first failed test). For
     the style "output", which has no tests: "output", "stderr" and "status", see `scripts.run_case`.
   """
   if task["style"] == "output":
