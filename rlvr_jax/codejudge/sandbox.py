@@ -62,7 +62,7 @@ def deadline_s(time_limit_s: float) -> float:
 
 
 def verdict_deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with this limit of processor time has a verdict."""
+  """The most wall-clock seconds until an item with this limit of processor time has a verdict."""
   return deadline_s(time_limit_s) + _MARGIN_S
 
 

@@ -23,7 +23,7 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Mixes several tasks; every stretch of `train` has their problems in proportion to the weights.
+  """Mixes tasks; every stretch of `train` has the tasks' problems in proportion to the weights.
 
   Each part is read in a random order without repetition until it is exhausted, then again in
   another order. Warm starts and held-out problems are concatenated in the order of the parts. No

@@ -29,7 +29,7 @@ def shard_bytes(tree: Any) -> float:
 
 
 def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
-  """Bytes of the copy of the parameters for decoding, which is not sharded along fsdp.
+  """Bytes of the parameters' copy for decoding; this copy is not sharded along fsdp.
 
   Args:
     base: all parameters, as for `shard_bytes`, on the mesh that generates rollouts.

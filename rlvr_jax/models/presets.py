@@ -233,7 +233,7 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-  """Checks names of fields to replace.
+  """Checks the names of the fields that overrides replace.
 
   Raises:
     ValueError: a network has no such field; the message suggests similar names.

@@ -29,7 +29,7 @@ _EXACT_MATRICES = (
 
 
 def quantize(params: Params, format: str) -> Params:
-  """Rounds every matrix to `format`, symmetrically, scaled by its channels' largest values.
+  """Rounds every matrix to `format`, symmetrically, with one scale per channel.
 
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 

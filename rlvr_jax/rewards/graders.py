@@ -132,10 +132,10 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
       of them), "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
-    unparseable if the answer is empty. `answer` is the stripped text. An answer is wrong with score
-    0 in three cases: the dataset's code fails on the answer; the answer has no finite number
-    although the problem's answer is a number; or the dataset accepts the answer although its number
-    or truth value differs from that of the problem's answer.
+    unparseable if the answer is empty. The grade's `answer` is the stripped text of the answer. An
+    answer is wrong with score 0 in three cases: the dataset's code fails on the answer; the answer
+    has no finite number although the problem's answer is a number; or the dataset accepts the
+    answer although its number or truth value differs from that of the problem's answer.
   """
   answer = extract_final_answer(completion)
   if not answer:

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.
 
 
 class Failures:
-  """Records the first exception of the blocks that it guards; execution continues after them."""
+  """Records the first exception of its `with` blocks; execution continues after these blocks."""
 
   first: BaseException | None = None
 
@@ -40,8 +40,8 @@ class Failures:
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   """Runs the tests of one item: first all calls, whatever their results, then the comparisons.
 
-  If calls ended at a wrong answer, a program could learn from their number which answers are
-  correct.
+  If the calls ended at a wrong answer, a program could learn from the number of calls which answers
+  are correct.
 
   Args:
     program: a program that has just been started.

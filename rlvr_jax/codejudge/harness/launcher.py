@@ -239,9 +239,9 @@ class Sleep:
   def measure(self) -> float:
     """Adds the time asleep since the last call; returns `seconds`, the total.
 
-    The kernel's counters (schedstat) are exact. But they include a wait for a core only once it is
-    over, and they ignore the time in which the host gives the core to another machine. So the
-    states of threads are also used.
+    The kernel's counters (schedstat) are exact. But they include a wait for a core only once the
+    wait is over, and they ignore the time in which the host gives the core to another machine. So
+    the states of threads are also used.
     """
     states = set()
     awake_s = {}

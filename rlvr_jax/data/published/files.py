@@ -94,7 +94,7 @@ class PublishedFiles:
     return [self._paths[stem] for stem in self.names()]
 
   def layout_paths(self, layouts: Layouts) -> list[str]:
-    """Paths of the first layout for which every name has a file; [] if there is none."""
+    """Paths of the first layout, a tuple of names, whose names all have files; else []."""
     for layout in layouts:
       paths_by_name = [self._matching_paths(name) for name in layout]
       if all(paths_by_name):

@@ -43,8 +43,8 @@ def published(
 ) -> Task:
   """Makes a task from the files of a published data set, in the published order.
 
-  Problems of the split are chosen by difficulty and length. The first `warm_start_size` chosen
-  problems with a published solution are the warm start, and the other chosen problems are trained
+  Problems of the split are chosen by difficulty and length. Of the chosen problems with a published
+  solution, the first `warm_start_size` are the warm start. All other chosen problems are trained
   on. The first `held_out_size` problems of the held-out split are held out. Train and warm start
   exclude held-out questions, even if white space differs. Records are read on access.
 
