@@ -1,12 +1,12 @@
 """Tests of a program as data: checks their form, and converts them to input of the sandbox.
 
 Tests are a JSON object with a "style" and the fields of that style:
-  "asserts": "tests", texts to execute separately; "setup", executed after the program. The judge
+  "asserts": "tests" (texts to execute separately); "setup", executed after the program. The judge
     itself executes the setup's imports for the tests, so the program cannot replace the imported
     names. The setup's other definitions are part of the program.
-  "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", a program's beginning, for programs that do not define the entry point themselves.
-  "function": "entry_point", a function's name or "Class.method"; "cases", each with "input" (a
+  "check": "test" (a text that defines check(candidate)); "entry_point" (the candidate's name);
+    "prompt" (a program's beginning, for programs that do not define the entry point themselves).
+  "function": "entry_point" (a function's name or "Class.method"); "cases", each with "input" (a
     list of arguments) and "output"; "setup", executed before the program.
   "stdin": "cases", each with the texts "input" and "output"; "setup", executed before the program.
 Tests, setups and prompts import from the standard library only. The styles "function" and "stdin"

@@ -1,7 +1,8 @@
 """Learns and checks, per role, the text that a chat template writes between turns of a dialogue.
 
-A dialogue's tokens are appended, never encoded again. The result has the template's format only if
-the template is append-only: another turn leaves the tokens of the earlier turns unchanged.
+A dialogue grows by appended tokens; its earlier turns are never encoded again. The result has the
+template's format only if the template is append-only: another turn leaves the tokens of the earlier
+turns unchanged.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ def curriculum(
     parts: one or more parts, as for `mixture`.
     by: "problem" or "part".
     weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
-    rate: step size of an estimate, in (0, 1]; 1 uses only the last group.
+    rate: step size of an estimate, in (0, 1]; with 1, only the last group counts.
     first: estimate of a cell before its first sample, in [0, 1].
-    floor: lower bound of a weight, in (0, 1]; 1 samples uniformly.
+    floor: lower bound of a weight, in (0, 1]; with 1, sampling is uniform.
     seed: seed of the parts' orders and, together with the run's seed, of the samples.
   Raises:
     ValueError: a number or name is not allowed, a part is not a task or is empty, or `by` is

@@ -2,8 +2,8 @@
 
 The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
 {"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
-Kernels have names such as "query". In gated DeltaNets the names are such as "delta/query". In full
-layers whose heads differ from sliding layers' heads, the names are such as "full/query".
+Kernels have names such as "query"; in gated DeltaNets, such as "delta/query". In full layers whose
+heads differ from sliding layers' heads, kernels have names such as "full/query".
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
   """Combines base parameters and adapters into the network's parameters, with `LowRank` kernels.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
-  gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.
+  gradients are as small as the adapters. `Model.decoding_params` merges the kernels once before
+  decoding.
 
   Args:
     adapters: the trained parameters.

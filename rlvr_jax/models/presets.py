@@ -248,7 +248,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets; fields of `_OF_COMPUTING` are set unless None."""
+  """The fields that `model["overrides"]` sets, without fields of `_OF_COMPUTING` that are None."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 

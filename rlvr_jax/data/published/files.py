@@ -94,7 +94,10 @@ class PublishedFiles:
     return [self._paths[stem] for stem in self.names()]
 
   def layout_paths(self, layouts: Layouts) -> list[str]:
-    """Paths of the first layout, a tuple of names, whose names all have files; else []."""
+    """Paths of the first layout whose names all have files; [] if there is none.
+
+    A layout is a tuple of names of files or folders.
+    """
     for layout in layouts:
       paths_by_name = [self._matching_paths(name) for name in layout]
       if all(paths_by_name):
