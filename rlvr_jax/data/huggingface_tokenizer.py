@@ -172,7 +172,7 @@ class HuggingFaceTokenizer:
       role: "user" or "tool".
       last_id: the last token id of the policy's turn.
     Raises:
-      ValueError: the role is unknown, or the template is not append-only with it.
+      ValueError: the role is unknown, or the template is not append-only with this role.
     """
     check_reply_role(role)
     if not self._chat:

@@ -118,7 +118,8 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """The leaves of all parameters, in the order in which they are written.
 
-  Every kernel has its own tensor here; `find_published` joins the kernels that share a tensor.
+  Here every kernel has its own tensor, even if checkpoints store several kernels in one tensor;
+  `find_published` joins these kernels.
 
   Args:
     config: settings of the network.

@@ -236,7 +236,7 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: a text. Its final number follows the last "####" that stands directly before a
       number. This number must be the only number on its line; words such as a unit may follow.
       Without such a mark the answer is the last number in the text. Only the text after any
-      "</think>" counts, and nothing while a "<think>" is open.
+      "</think>" counts, and nothing counts while a "<think>" is open.
     reference: "answer": a number in JSON; a text with the final number as published (commas, sign
       and $ allowed; words such as a unit may follow); or a solution with such a number after its
       last "####".
