@@ -48,8 +48,8 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
-  If the network has gated DeltaNets, `_delta_bytes` is added: with remat for one gated DeltaNet,
-  without remat for each of them.
+  If the network has gated DeltaNets, `_delta_bytes` is added: with remat, for one gated DeltaNet;
+  without remat, for each of them.
 
   Args:
     config: the network's settings.

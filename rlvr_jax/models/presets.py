@@ -260,8 +260,9 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
     model: `preset` names a shape; "" takes the checkpoint's shape. `checkpoint` is a folder in
       Hugging Face's layout; "" is none. `overrides` replaces fields of the preset or checkpoint.
   Raises:
-    ValueError: a name or field is unknown, the checkpoint cannot be read, preset and checkpoint
-      have different shapes, or overrides would change what the checkpoint computes.
+    ValueError: a name or field is unknown, a field's value is not allowed, the checkpoint cannot be
+      read, preset and checkpoint have different shapes, or `overrides` without a preset would
+      change what the checkpoint computes.
   """
   name, checkpoint, overrides = model["preset"], model["checkpoint"], given_overrides(model)
   if not checkpoint:

@@ -347,7 +347,7 @@ def _normalize(x: Array, epsilon: float) -> Array:
 class Mixers(NamedTuple):
   """The functions that mix a layer's tokens: by attention, or by a gated DeltaNet.
 
-  Each returns its results and a carry, such as the keys and values.
+  Each returns its results and a carry, such as attention's keys and values, or a DeltaNet's state.
   """
 
   attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # takes queries, keys and values
