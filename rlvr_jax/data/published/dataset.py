@@ -29,7 +29,7 @@ class Dataset(tfds.core.BuilderConfig):
 
 
 def split_files(split: str, folder: str = "data") -> Layouts:
-  """Layouts of a split in one file, named `split`, or as on a hub with or without `folder`."""
+  """Layouts of a split in one file: `split`, or its name on a hub, with or without `folder`."""
   return (split,), (hub_file(split, folder),), (hub_file(split),)
 
 
