@@ -3,7 +3,7 @@ r"""The typed value of a mathematical answer: text → Answer; and its normal fo
 The normal form is LaTeX without formatting, thousands separators and periods. Plain numbers are
 exact fractions: "0.50", r"$\dfrac12$" and "50/100" are "1/2". r"2^{10}" and r"\sqrt{16}" are plain
 numbers too. Words are in lower case in \text{}, and lists and sets are sorted. Formulas keep their
-notation, without spaces except between two digits: "7 2" is not 72.
+notation, without needless spaces. A space between two digits stays: "7 2" is not 72.
 """
 
 from __future__ import annotations
