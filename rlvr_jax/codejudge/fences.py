@@ -42,7 +42,7 @@ def _is_python(info: str) -> bool:
 def find_blocks(text: str) -> list[Block]:
   """Finds the fenced blocks; an unclosed block extends to the end.
 
-  Unlike in CommonMark, an opening fence of backticks may follow other text on its line. This
+  Unlike in CommonMark, an opening fence of backticks may follow other text on its line. Such a
   fence must name Python in its info string, or have no info string and follow a text that ends in a
   colon or "<answer>".
   """

@@ -32,7 +32,7 @@ def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
 
 
 def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Like `serve_cases` for the last source; each process first runs the others silently."""
+  """Like `serve_cases` for the last source; each process first runs the other sources silently."""
   _serve(channel, sources[:-1], sources[-1:])
 
 
