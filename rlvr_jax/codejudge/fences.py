@@ -42,8 +42,8 @@ def _is_python(info: str) -> bool:
 def find_blocks(text: str) -> list[Block]:
   """Finds the fenced blocks; an unclosed block extends to the end.
 
-  Unlike in CommonMark, an opening fence of backticks may follow other text on its line. This holds
-  if its info string names Python, or if it has no info string and the text before it ends in a
+  Unlike in CommonMark, an opening fence of backticks may follow other text on its line. Such a
+  fence must name Python in its info string, or have no info string and follow a text that ends in a
   colon or "<answer>".
   """
   blocks: list[tuple[str, list[str]]] = []

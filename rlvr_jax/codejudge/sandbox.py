@@ -1,8 +1,9 @@
 """Runs generated code in a sandbox: isolated from network and files, limited, and always killed.
 
 The package `harness` runs inside the sandbox; its docstring describes the processes. `harness`
-enters namespaces. This needs libseccomp and Linux 5.12 or later. The system must also permit the
-user, who may be root, to create namespaces. An item (one program with its tests) gets:
+enters namespaces and filters system calls. For this it needs libseccomp and Linux 5.12 or later.
+The system must also permit the user, who may be root, to create namespaces. An item (one program
+with its tests) gets:
 
 * an empty network; no environment variables; at most the rights of an ordinary user
 * from the file system only the system's programs and libraries and the interpreter, read-only; no
@@ -61,7 +62,7 @@ def deadline_s(time_limit_s: float) -> float:
 
 
 def verdict_deadline_s(time_limit_s: float) -> float:
-  """Wall-clock seconds after which an item with this limit of processor time has a verdict."""
+  """The most wall-clock seconds until an item with this limit of processor time has a verdict."""
   return deadline_s(time_limit_s) + _MARGIN_S
 
 

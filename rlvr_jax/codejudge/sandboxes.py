@@ -33,8 +33,8 @@ class Sandboxes:
     """Waits for a sandbox and the core.
 
     Yields:
-      The sandbox, which is replaced if the `with` block raises; and a function to call, at most
-      once, when the program sleeps and leaves the core to others.
+      A sandbox, and a function to call, at most once, when the program sleeps and leaves the core
+      to others. If the `with` block raises, a new sandbox replaces this one.
     """
     is_on_core = True
 

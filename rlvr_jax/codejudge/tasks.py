@@ -1,14 +1,14 @@
 """Tests of a program as data: checks their form, and converts them to input of the sandbox.
 
 Tests are a JSON object with a "style" and the fields of that style:
-  "asserts": "tests", texts to execute separately; "setup", executed after the program. The judge
+  "asserts": "tests" (texts to execute separately); "setup", executed after the program. The judge
     itself executes the setup's imports for the tests, so the program cannot replace the imported
     names. The setup's other definitions are part of the program.
-  "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", a program's beginning, for programs that do not define the entry point themselves.
-  "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
-    of arguments, and "output"; "setup", executed before the program.
-  "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
+  "check": "test" (a text that defines check(candidate)); "entry_point" (the candidate's name);
+    "prompt" (a program's beginning, for programs that do not define the entry point themselves).
+  "function": "entry_point" (a function's name or "Class.method"); "cases", each with "input" (a
+    list of arguments) and "output"; "setup", executed before the program.
+  "stdin": "cases", each with the texts "input" and "output"; "setup", executed before the program.
 Tests, setups and prompts import from the standard library only. The styles "function" and "stdin"
 have optional fields:
   "absolute_tolerance", "relative_tolerance": a number of an output may differ from the expected
@@ -46,7 +46,7 @@ TOLERANCES = ("absolute_tolerance", "relative_tolerance")
 def check(tests: Mapping[str, Any]) -> None:
   """Checks that tests have a form of the module's docstring, and that a program could pass them.
 
-  Raises ValueError or KeyError if this is not so.
+  Raises ValueError or KeyError if one of these checks fails.
   """
   style = tests["style"]
   if style not in STYLES:
@@ -177,8 +177,8 @@ def judge(
     tests: tests in one of the forms above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
-    The result of `Sandbox.run`: "passed" and "total", numbers of tests, and "failure", a text about
-    the first failed test; or {"timeout": true}; or {"memory": true}; or {"died": status} if the
+    The result of `Sandbox.run`: "passed" and "total" (numbers of tests) and "failure" (a text about
+    the first failed test); or {"timeout": true}; or {"memory": true}; or {"died": status} if the
     judge was killed.
   Raises:
     SandboxError: the sandbox does not work; nothing is known about the program.
@@ -213,8 +213,8 @@ def run(
     memory_mib: total memory, MiB, as for tests.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
-    "output", at most 2 MiB; "status", 0 if the program succeeded; "stderr", the end of its standard
-    error; or {"timeout": true}, {"memory": true} or {"died": status}, as `judge`.
+    "output" (at most 2 MiB), "status" (0 if the program succeeded) and "stderr" (the end of its
+    standard error); or {"timeout": true}, {"memory": true} or {"died": status}, as `judge`.
   Raises:
     SandboxError: the sandbox does not work; nothing is known about the program.
   """

@@ -1,7 +1,8 @@
 """Learns and checks, per role, the text that a chat template writes between turns of a dialogue.
 
-A dialogue's tokens are appended, never encoded again. The result has the template's format only if
-the template is append-only: another turn leaves the tokens of the earlier turns unchanged.
+A dialogue grows by appended tokens; its earlier turns are never encoded again. The result has the
+template's format only if the template is append-only: another turn leaves the tokens of the earlier
+turns unchanged.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ class ChatTurns:
   def learn(self, role: str, prompt: Sequence[Mapping[str, str]]) -> None:
     """Learns the template's texts around replies of a role, and checks dialogues with the role.
 
-    A checked dialogue has two replies: two of this role, or one of this role and one of a known
-    role, in both orders. If the role is already known, the method does nothing.
+    A checked dialogue has two replies: two of this role, or one of this role and one of a role that
+    was learned before. Dialogues of two roles are checked in both orders. If the role was already
+    learned, the method does nothing.
 
     Args:
       role: the role of the replies, such as "user" or "tool".

@@ -40,8 +40,8 @@ def curriculum(
   as a level. Every cell has an estimate p of its solve rate, initially `first`. A group of rollouts
   with the solve rate s updates it: p ← p + rate·(s − p). A batch samples cells with probabilities
   in proportion to max(w(p), floor), where `weight` chooses the function w. With by = "problem", no
-  problem repeats within a batch. With by = "part", a part's problems come in a random order, each
-  once until all have been read, then in another order.
+  problem repeats within a batch. With by = "part", a part's problems come in a random order. When
+  all have come once, they come in another order.
 
   Estimates are updated when sampling moves on to the next policy, so that all batches for a policy
   are drawn from the same estimates. The estimates are saved with every checkpoint, so a resumed run
@@ -52,9 +52,9 @@ def curriculum(
     parts: one or more parts, as for `mixture`.
     by: "problem" or "part".
     weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
-    rate: step size of an estimate, in (0, 1]; 1 uses only the last group.
+    rate: step size of an estimate, in (0, 1]; with 1, only the last group counts.
     first: estimate of a cell before its first sample, in [0, 1].
-    floor: lower bound of a weight, in (0, 1]; 1 samples uniformly.
+    floor: lower bound of a weight, in (0, 1]; with 1, sampling is uniform.
     seed: seed of the parts' orders and, together with the run's seed, of the samples.
   Raises:
     ValueError: a number or name is not allowed, a part is not a task or is empty, or `by` is
@@ -139,8 +139,8 @@ class CurriculumDraws:
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples the problems of a draw, see `Draws`.
 
-    First, the solve rates observed for earlier policies update the estimates. Solve rates of the
-    current policy do not update them, so a draw does not depend on the progress of grading.
+    First, the method updates the estimates by the observed solve rates of earlier policies. It does
+    not use solve rates of the current policy, so a draw does not depend on the progress of grading.
     """
     for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):

@@ -12,7 +12,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource
 
 
 class Draws(Protocol):
-  """The interface of a run's batches of problems; a draw is one batch.
+  """The interface of a run's draws; a draw is one batch of problems that are sampled together.
 
   The state can be restored. The problems of later draws may depend on the solve rates of earlier
   draws.

@@ -71,7 +71,8 @@ def optimal_success(low: int, high: int, turns: int) -> float:
   """The probability that the best strategy finds the number within `turns` guesses.
 
   With t guesses a strategy can find min(n, 2^t − 1) of the n = high − low + 1 numbers. Each wrong
-  guess gets one of two replies, so at most twice as many numbers can be guessed next.
+  guess gets one of two replies. So a turn has at most twice as many different guesses as the turn
+  before it.
 
   Args:
     low: smallest number.

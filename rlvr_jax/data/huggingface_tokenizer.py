@@ -56,8 +56,8 @@ class HuggingFaceTokenizer:
 
   Dialogues need an append-only template: another turn leaves the tokens of the earlier turns
   unchanged. `check_turns` checks this. Without a call of `check_turns`, the first `encode_reply`
-  with a role checks it for the role. If the template trims messages, replies are trimmed; the
-  policy's tokens stay unchanged.
+  with a role checks the template for the role. If the template trims messages, replies are trimmed;
+  the policy's tokens stay unchanged.
   """
 
   def __init__(
@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Encodes the text as a prompt in `prompt_format`; "chat" strips white space at its end.
+    """Encodes the text as a prompt in `prompt_format`; "chat" strips white space at the text's end.
 
     Raises:
       ValueError: the chat template rejects the text.
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer:
     return self._encode_prompt(text, self._messages(text.rstrip()))
 
   def encode_messages(self, messages: Sequence[Message]) -> list[int]:
-    """Encodes messages, which the template gets unchanged, as a prompt.
+    """Encodes messages as a prompt; the template gets the messages unchanged.
 
     `system_prompt` comes first. A "plain" prompt is the contents, each on a line of its own.
 
@@ -172,7 +172,7 @@ class HuggingFaceTokenizer:
       role: "user" or "tool".
       last_id: the last token id of the policy's turn.
     Raises:
-      ValueError: the role is unknown, or the template is not append-only with it.
+      ValueError: the role is unknown, or the template is not append-only with this role.
     """
     check_reply_role(role)
     if not self._chat:

@@ -56,9 +56,9 @@ def jsonl(
     split_seed: seed of the choice of held-out problems.
     warm_start_size: number of demonstrations, made of the first lines of `train` that are not held
       out; needs `solution`. The other lines that are not held out are trained on.
-    prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:". If the
-      template is a single field with a list of messages, {"role": …, "content": …}, the messages
-      are the prompt.
+    prompt: template of the policy's prompt over the fields of a line, such as "Q: {question}\\nA:".
+      If the template is a single field with a list of messages, {"role": …, "content": …}, the
+      messages are the prompt.
     answer: field that becomes the reference's "answer"; "" if the grader needs none.
     solution: template of a demonstration over the fields of a line; "" for none. In `prompt`,
       `answer` and `solution`, a dot names a nested field: "reward_model.ground_truth".

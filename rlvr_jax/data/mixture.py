@@ -23,7 +23,7 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Mixes several tasks; every stretch of `train` has their problems in proportion to the weights.
+  """Mixes tasks; every stretch of `train` has the tasks' problems in proportion to the weights.
 
   Each part is read in a random order without repetition until it is exhausted, then again in
   another order. Warm starts and held-out problems are concatenated in the order of the parts. No
@@ -33,7 +33,8 @@ def mixture(
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
     weights: label → relative frequency, > 0; rounded by at most 1 % of the smallest weight.
-    size: problems in an epoch of training; 0: about the fewest that read every part at least once.
+    size: problems in an epoch of training; 0: about the smallest number with which every part is
+      read at least once.
     seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
     ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is

@@ -24,7 +24,7 @@ def steps(
   warm_start_seed: int = 2,
   held_out_seed: int = 3,
 ) -> Task:
-  """Makes a task of sums, whose terms are digits or products of two digits, in worked steps.
+  """Makes a task of sums, worked out step by step; terms are digits or products of two digits.
 
   "3+4*5+6=" is worked out as "4*5=20", "3+20=23", "23+6=29", "#### 29". Some steps of
   demonstrations are wrong, and later steps continue from the wrong result. So a policy that

@@ -1,4 +1,7 @@
-"""Stop strings end a policy's turn; the sampler searches for them between bursts of decoding."""
+"""Stop strings end a policy's turn; the sampler searches for them between bursts.
+
+A burst decodes at most 16 tokens of each response.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def find_stop(
   """Finds the smallest n for which the text of the first n ids contains a stop string.
 
   The string may begin within one token and end within another token; this last token is kept whole.
-  Unless a stop string is found, the function decodes only the new ids, and the ids before them in
+  As long as no stop string is found, the function decodes only the new ids, and the earlier ids in
   which a stop string can begin.
 
   Args:

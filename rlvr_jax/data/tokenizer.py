@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
     ...
 
   def vocabulary(self) -> Mapping[str, int]:
-    """Spelling → id of every token; a token that several tokenizers have is spelled the same."""
+    """Spelling → id of every token; tokenizers that share a token spell it in the same way."""
     ...
 
   def decode(self, ids: Iterable[int], *, with_special: bool = False) -> str:
@@ -82,8 +82,8 @@ def join_messages(messages: Sequence[Message]) -> str:
 def check_messages(messages: Sequence[Message]) -> None:
   """Raises ValueError unless `messages` are a prompt for the assistant's next message.
 
-  There must be a message; all must have a known role and a text, and the last must not be the
-  assistant's.
+  There must be at least one message. All messages must have a known role and a text, and the last
+  message must not be the assistant's.
   """
   for message in messages:
     pairs = message.items() if isinstance(message, Mapping) else ()

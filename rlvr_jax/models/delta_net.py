@@ -9,7 +9,7 @@ There are N_k key heads of width d_k, and N value heads of width d_v. Head h rea
 Parameters of the stacked layers, under "blocks/delta": query, key [layers, D, N_k·d_k], value, gate
 (W_z) [layers, D, N·d_v], output [layers, N·d_v, D], strength (W_β) and decay (W_g) [layers, D, N],
 log_rate (a) and decay_bias (b) [layers, N], the norm's scale [layers, d_v], and the taps of the
-convolutions, query_taps and so on [layers, C, T]. Gates are at least float32.
+convolutions, query_taps and so on [layers, C, T]. g, β and silu(x·W_z) are at least float32.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464); sizes and
 initialization of the decays as in "Transformers are SSMs" (arXiv:2405.21060).

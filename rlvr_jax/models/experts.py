@@ -8,9 +8,9 @@ router are in float32 or better. Some models add σ(x·v) · MLP_shared(x), wher
 expert.
 
 Parameters of the stacked layers, under "blocks/experts": router [layers, D, E], gate and up
-[layers, E, D, F], down [layers, E, F, D], for E experts of width F; shared_gate, shared_up,
-shared_down and shared_weight (v) [layers, D, 1] for a shared expert. These parameters replace the
-MLP's parameters.
+[layers, E, D, F], down [layers, E, F, D], for E experts of width F. A shared expert has
+shared_gate, shared_up and shared_down, and shared_weight (v), which is [layers, D, 1]. These
+parameters replace the MLP's parameters.
 
 Source: "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer"
 (arXiv:1701.06538); the router as in "Mixtral of Experts" (arXiv:2401.04088), §2.1.

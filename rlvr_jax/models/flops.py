@@ -1,10 +1,10 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products count 2·M·N·K each, over real tokens and the keys that real tokens attend to. Each
-token of a gated DeltaNet counts two products of the state with a vector, as the recurrence needs
-them; the chunks of `ops.delta_rule` compute other products. The outer product that changes the
-state counts as elementwise. Padding, masked scores, rematerialization and elementwise operations do
-not count.
+Each matrix product counts as 2·M·N·K, over real tokens and the keys that real tokens attend to. The
+state of a gated DeltaNet counts as in its recurrence: for each token, two products of the state
+with a vector. The chunks of `ops.delta_rule` compute other products, which do not count. The outer
+product that changes the state counts as an elementwise operation. Padding, masked scores,
+rematerialization and elementwise operations do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def forward_flops(
   With a prompt of s tokens and a response of t tokens, the layers process s + t − 1 tokens, since
   the last token predicts nothing, and the head is applied at t positions. Generation with a KV
   cache costs the same. A dialogue counts as one response with the tokens of all turns; the head is
-  applied only to the policy's tokens. The recomputation of a cache does not count.
+  applied only to the policy's tokens. A sampler may recompute a KV cache after a reply, or for new
+  weights; this recomputation does not count.
 
   Args:
     config: the network's settings.

@@ -110,7 +110,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
 
 
 def cast_to_decode(params: Params, config: TransformerConfig) -> Params:
-  """Casts parameters to `compute_dtype` for decoding, except 8-bit numbers and `_WIDE`."""
+  """Casts parameters to `compute_dtype` for decoding, except 8-bit ones and those in `_WIDE`."""
 
   def cast(path, w):
     is_wide = jax.tree_util.keystr(path[-1:], simple=True) in _WIDE

@@ -121,7 +121,10 @@ def local_folder(directory: str | os.PathLike[str]) -> str:
 
 
 def is_made(directory: str | os.PathLike[str], sha256: str) -> bool:
-  """Whether a local folder is complete and this version made it from the file with this hash."""
+  """Whether a local folder is complete and was made from the file with this hash.
+
+  False if another version of the converter made the folder.
+  """
   folder = pathlib.Path(directory)
   if not (folder / RECORD).exists():
     return False
@@ -405,7 +408,7 @@ def import_libraries() -> tuple[ModuleType, ModuleType]:
 
 @contextlib.contextmanager
 def exit_on_error(folder: str) -> Iterator[None]:
-  """Context that ends the process with one line if `folder` cannot be made."""
+  """Context that ends the process with a message of one line if `folder` cannot be made."""
   try:
     yield
   except (ValueError, OSError, ImportError) as error:

@@ -81,18 +81,19 @@ def load_params(
 
   Every process reads only the parts that its devices need, and reads each part once. It sends
   blocks of a tensor's rows to the devices, which transpose, cast and insert these blocks. So
-  the host needs memory for about one block, and for parameters only if they are on its CPU.
+  the host needs memory for about one block. It needs memory for the parameters only if they are on
+  its CPU.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
     abstract_params: nested dict of `jax.ShapeDtypeStruct`s with shardings.
     config: settings of the network, such as the result of `checkpoint_config`.
-    block_bytes: bytes of a tensor that are on the host at a time; at least one row.
+    block_bytes: bytes of a tensor that are on the host at a time; one row if a row has more bytes.
   Raises:
     FileNotFoundError: there are no weights, or a shard is missing.
-    ValueError: before weights are read, if weights are pickled or quantized, a file is damaged, or
-      tensors are missing, unknown or of another shape than the parameters. After weights are read,
-      if weights are NaN or infinite.
+    ValueError: weights are pickled or quantized, a file is damaged, or tensors are missing, unknown
+      or of another shape than the parameters; these errors come before weights are read. Or weights
+      are NaN or infinite; this error comes after weights are read.
   """
   family = checkpoint_family(directory)
   leaves = find_leaves(abstract_params, config, family)
@@ -312,10 +313,11 @@ def save_checkpoint(
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
-  """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
+  """Writes a checkpoint directory that `transformers` loads.
 
-  Only the tensors of one shard at a time are on the host. A local directory is written atomically;
-  at a URL, config.json is written last.
+  All processes must call this function; the first process writes. Only the tensors of one shard at
+  a time are on the host. A local directory is written atomically; at a URL, config.json is written
+  last.
 
   Args:
     directory: absent or empty; local or a URL such as gs://bucket/folder.

@@ -1,8 +1,8 @@
 """Reads the network's settings from config.json of Hugging Face checkpoint directories.
 
 The settings are not read with `AutoConfig` of the `transformers` library, for three reasons. A core
-install must read checkpoints without this library; its version 4 ignores the rope_parameters of a
-file of version 5; and no version rejects settings that are not implemented here.
+install must read checkpoints without this library; its version 4 ignores the field rope_parameters
+in files of version 5; and no version rejects settings that are not implemented here.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _choose_family(config: TransformerConfig, source: str | os.PathLike[str] | N
 
 
 def families_of(config: TransformerConfig) -> tuple[str, ...]:
-  """The families that may compute the network, likeliest first; not all settings are compared."""
+  """The families that may implement `config`, likeliest first; not all settings are compared."""
   slides = config.sliding_layers or (False,)
   if config.full_head_dim is not None:
     return ("gemma4_text",)

@@ -100,7 +100,7 @@ class Family(NamedTuple):
 
   @property
   def activation(self) -> str:
-    """The field of config.json with the activation of the gate."""
+    """The field of config.json that names the gate's activation."""
     return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
 
 

@@ -100,7 +100,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def kernel_modules(config: TransformerConfig) -> dict[str, str]:
-  """Kernel's name, as in `models.lora` → name of its published module within a layer."""
+  """Kernel's name (as in `models.lora`) → name of its published module within a layer."""
   names = {
     **KERNELS,
     "output_gate": _OUTPUT_GATE,
@@ -118,13 +118,14 @@ def kernel_modules(config: TransformerConfig) -> dict[str, str]:
 def find_leaves(params: Params, config: TransformerConfig, family: str) -> list[Leaf]:
   """The leaves of all parameters, in the order in which they are written.
 
-  Every kernel has its own tensor here; `find_published` joins the kernels that share a tensor.
+  Here every kernel has its own tensor, even if checkpoints store several kernels in one tensor;
+  `find_published` joins these kernels.
 
   Args:
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
+    ValueError: Hugging Face's layout has no tensor for one of the parameters.
   """
   norms = {**_HEAD_NORMS, **FAMILIES[family].norms}
   of_experts: dict[tuple[str, ...], str] = {
@@ -191,7 +192,7 @@ def find_published(params: Params, config: TransformerConfig, family: str) -> di
     config: settings of the network.
     family: the checkpoint's family, one of `FAMILIES`.
   Raises:
-    ValueError: a parameter is in no checkpoint in Hugging Face's layout.
+    ValueError: Hugging Face's layout has no tensor for one of the parameters.
   """
   places = {  # module within a layer → (the published module that contains it, its rows there)
     module: (whole, rows)

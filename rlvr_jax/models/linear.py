@@ -16,7 +16,7 @@ PRODUCT = "product"  # names a product for remat; for a `LowRank`, the sum but n
 
 
 class LowRank(NamedTuple):
-  """A kernel W plus a low-rank change A·B; the sum W + A·B is never formed; see `models.lora`."""
+  """A kernel W plus a low-rank change A·B; products do not form W + A·B; see `models.lora`."""
 
   kernel: Array  # [D, E]
   a: Array  # [D, R]
@@ -24,9 +24,9 @@ class LowRank(NamedTuple):
 
 
 class Rounded(NamedTuple):
-  """A matrix s·q of 8-bit numbers q, for decoding; products read q, and s·q is never formed.
+  """A matrix s·q with scales s and 8-bit numbers q, for decoding.
 
-  See `models.quantized`.
+  Products read q, and s·q is never formed. See `models.quantized`.
   """
 
   values: Array  # q [..., D, E], int8 or float8

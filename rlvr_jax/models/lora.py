@@ -2,8 +2,8 @@
 
 The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
 {"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
-Kernels have names such as "query". In gated DeltaNets the names are such as "delta/query". In full
-layers whose heads differ from sliding layers' heads, the names are such as "full/query".
+Kernels have names such as "query"; in gated DeltaNets, such as "delta/query". In full layers whose
+heads differ from sliding layers' heads, kernels have names such as "full/query".
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
     kernels of `base`.
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
-  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as in the
-    PEFT library.
+  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A is
+    initialized as in the PEFT library.
   """
 
   def init_pair(key, kernel):
@@ -123,7 +123,8 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
   """Combines base parameters and adapters into the network's parameters, with `LowRank` kernels.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
-  gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.
+  gradients are as small as the adapters. `Model.decoding_params` merges the kernels once before
+  decoding.
 
   Args:
     adapters: the trained parameters.
@@ -141,7 +142,7 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
 
 def nest(pairs: Mapping[str, Any]) -> Params:
-  """Converts kernel name → adapter to nested dicts with the structure of the kernels."""
+  """Converts a dict kernel name → adapter to nested dicts with the structure of the kernels."""
   nested: Params = {}
   for name, pair in pairs.items():
     *folders, last = name.split("/")
@@ -150,7 +151,7 @@ def nest(pairs: Mapping[str, Any]) -> Params:
 
 
 def flatten(blocks: Params) -> dict[str, Any]:
-  """Converts nested adapters to kernel name → adapter; the inverse of `nest`."""
+  """Converts nested adapters to a dict kernel name → adapter; the inverse of `nest`."""
   leaves = jax.tree_util.tree_leaves_with_path(blocks, is_leaf=_is_pair)
   return {jax.tree_util.keystr(path, simple=True, separator="/"): pair for path, pair in leaves}
 

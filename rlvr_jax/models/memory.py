@@ -29,7 +29,7 @@ def shard_bytes(tree: Any) -> float:
 
 
 def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
-  """Bytes of the copy of the parameters for decoding, which is not sharded along fsdp.
+  """Bytes of the parameters' copy for decoding; this copy is not sharded along fsdp.
 
   Args:
     base: all parameters, as for `shard_bytes`, on the mesh that generates rollouts.
@@ -48,7 +48,8 @@ def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
 def activation_bytes(config: TransformerConfig, tokens: float, tensor: int) -> float:
   """Bytes that the forward pass saves for the backward pass, plus twice one layer's activations.
 
-  For gated DeltaNets, `_delta_bytes` is added: without remat for every such layer, otherwise once.
+  If the network has gated DeltaNets, `_delta_bytes` is added: with remat, for one gated DeltaNet;
+  without remat, for each of them.
 
   Args:
     config: the network's settings.

@@ -197,7 +197,7 @@ Matrices = dict[str, npt.NDArray[Any]]
 
 
 class Module(NamedTuple):
-  """A published module of the layers of one stack."""
+  """A published module (see `huggingface_tensors`) that the layers of one stack have."""
 
   name: str  # the module's name within a layer
   stack: str  # see `ops.layers`

@@ -233,7 +233,7 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-  """Checks names of fields to replace.
+  """Checks the names of the fields that overrides replace.
 
   Raises:
     ValueError: a network has no such field; the message suggests similar names.
@@ -248,7 +248,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets; None leaves a field of `_OF_COMPUTING` unset."""
+  """The fields that `model["overrides"]` sets, without fields of `_OF_COMPUTING` that are None."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 
@@ -260,8 +260,9 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
     model: `preset` names a shape; "" takes the checkpoint's shape. `checkpoint` is a folder in
       Hugging Face's layout; "" is none. `overrides` replaces fields of the preset or checkpoint.
   Raises:
-    ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another
-      shape.
+    ValueError: a name or field is unknown, a field's value is not allowed, the checkpoint cannot be
+      read, preset and checkpoint have different shapes, or `overrides` without a preset would
+      change what the checkpoint computes.
   """
   name, checkpoint, overrides = model["preset"], model["checkpoint"], given_overrides(model)
   if not checkpoint:

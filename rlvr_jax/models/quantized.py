@@ -29,7 +29,7 @@ _EXACT_MATRICES = (
 
 
 def quantize(params: Params, format: str) -> Params:
-  """Rounds every matrix to `format`, symmetrically, scaled by its channels' largest values.
+  """Rounds every matrix to `format`, symmetrically, with one scale per channel.
 
     s = max |w| / bound,  q = round(w / s),  bound: 127.5 for int8, 448 for float8_e4m3fn
 
@@ -87,8 +87,9 @@ def adapt_to_quantized(model: Model, format: str, *, decode_rounded: bool) -> Mo
   Args:
     model: the model of the parameters that were quantized.
     format: one of `FORMATS`.
-    decode_rounded: whether decoding reads 8-bit numbers, half as many bytes as bfloat16. Otherwise
-      it reads s·q in the compute dtype, dequantized once beforehand, which is faster on CPUs.
+    decode_rounded: whether decoding reads the 8-bit numbers, which have half the bytes of bfloat16.
+      Otherwise it reads s·q in the compute dtype, dequantized once beforehand, which is faster on
+      CPUs.
   Returns:
     The adapted model. Its `init` returns parameters of the shapes that the given
     `model.decoding_params` takes.

@@ -17,8 +17,8 @@ class RopeScaling:
   """Context extension of the rotary frequencies.
 
   With `factor` alone, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
-  Llama 3's rule applies: it divides low frequencies, keeps high frequencies, and interpolates
-  between them.
+  Llama 3's rule applies: it divides low frequencies by `factor`, keeps high frequencies, and
+  interpolates between them.
   """
 
   factor: float

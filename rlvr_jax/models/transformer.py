@@ -299,7 +299,7 @@ class TransformerConfig:
 
   @property
   def mixture(self) -> tuple[int, ...]:
-    """The sizes of the mixture of experts, which recorded routes must match.
+    """The sizes of the mixture of experts; routes that a sampler recorded must match these sizes.
 
     The sizes are the numbers of layers with experts, of experts, and of experts per token. If some
     layers have no experts, the indices of the layers with experts follow these numbers.
@@ -347,7 +347,7 @@ def _normalize(x: Array, epsilon: float) -> Array:
 class Mixers(NamedTuple):
   """The functions that mix a layer's tokens: by attention, or by a gated DeltaNet.
 
-  Each returns its results and a carry.
+  Each returns its results and a carry, such as attention's keys and values, or a DeltaNet's state.
   """
 
   attend: Callable[[Array, Array, Array], tuple[Array, Any]]  # takes queries, keys and values
@@ -600,8 +600,8 @@ class Transformer(nnx.Module):
     """Like `response_hidden`, for a mixture; also returns its routers' choice and probabilities.
 
     Returns:
-      Hidden states; the routers' own routes, i32, even if `routes` replaces them; and the sum over
-      the tokens of the probabilities of all experts, [sparse layers, E].
+      Hidden states; the routers' own routes, i32, even if `routes` replaces them; and each expert's
+      probability, summed over the tokens, [sparse layers, E].
     """
     hidden, routing = self._respond(prompts, tokens, routes, lengths, routed=True)
     P, G, T = tokens.shape
@@ -669,7 +669,7 @@ class Transformer(nnx.Module):
     Args:
       tokens: i32[R, L].
       rows: the sequences of the tokens; positions below L.
-      routes: int[R, L, sparse layers, k], in a mixture, the experts to use in place of the
+      routes: int[R, L, sparse layers, k]; in a mixture, the experts to use in place of the
         routers' choice.
     Returns:
       [R, L, D] in the compute dtype.
@@ -683,8 +683,8 @@ class Transformer(nnx.Module):
 
     Returns:
       Hidden states; the routers' own routes i32[R, L, sparse layers, k], even if `routes` replaces
-      them, with `NO_EXPERT` at padding; and the sum over the tokens of the probabilities of all
-      experts, [sparse layers, E].
+      them, with `NO_EXPERT` at padding; and each expert's probability, summed over the tokens,
+      [sparse layers, E].
     """
     hidden, (routes, sums) = self._run_rows(tokens, rows, routes, routed=True)
     return hidden, routes, sums
@@ -956,7 +956,7 @@ def _stack_routes(routing: Sequence[Routing | None]) -> Array | None:
 
 
 def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTables:
-  """Makes the tables of positions i32[..., L], for both kinds of layers."""
+  """Makes the tables of positions i32[..., L], for full layers and for sliding layers."""
   c = config
   dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
 

@@ -1,9 +1,9 @@
 r"""The typed value of a mathematical answer: text → Answer; and its normal form, Answer → text.
 
-The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
-and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
-and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas keep
-their notation, without spaces except between two digits: "7 2" is not 72.
+The normal form is LaTeX without formatting, thousands separators and periods. Plain numbers are
+exact fractions: "0.50", r"$\dfrac12$" and "50/100" are "1/2". r"2^{10}" and r"\sqrt{16}" are plain
+numbers too. Words are in lower case in \text{}, and lists and sets are sorted. Formulas keep their
+notation, without needless spaces. A space between two digits stays: "7 2" is not 72.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class Answer(NamedTuple):
       a list.
     number: exact value of a plain number; None for anything else.
     words: whether `value` is text, to be compared as text.
-    items: at least two elements of a list, set, tuple or interval, or entries of a matrix row by
-      row; () for anything else.
-    brackets: around the items, "()", "[)", …, SET, or MATRIX with the number of columns; "" for a
-      bare list.
+    items: at least two elements of a list, set, tuple or interval, or the entries of a matrix, row
+      by row; () for anything else.
+    brackets: what encloses the items: "()", "[)", …, SET, or MATRIX with the number of columns; ""
+      for a bare list.
     joint: "and" or "or" between the items of a bare list of words or conditions, else "".
     unit: such as "%", "cm", "m^2", "base 2", "mod 7"; "" if there is none or it is unknown.
     name: the text before "="; "" if there is none.

@@ -237,9 +237,10 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    A grade with the outcome and answer of the first grader, with the sum as its score, whatever the
-    outcome, and with the feedback and scores of all graders. The outcome is crashed if a grader
-    crashed, since the sum would then lack a term.
+    A grade with the outcome and answer of the first grader, and with the feedback and scores of all
+    graders. Its score is the sum, whatever the outcome is. But if a grader crashed, the sum would
+    lack a term: then the outcome is crashed, the score is 0, and the answer, the feedback and the
+    graders' scores are empty.
   Raises:
     ValueError: "parts" is empty.
   """

@@ -22,10 +22,10 @@ def extract_program(completion: str) -> str:
 
   Returns:
     The whole text, if it parses as Python. Else the last fenced block whose info string names
-    Python. Else, of the blocks without an info string, the last one that parses as Python, or the
-    last one. Else the content of the last "<answer>" that begins a line, or the whole text. "" if
-    the completion begins with a "<think>" that is never closed; a later "<think>" may be part of a
-    string in the program.
+    Python. Else the last block that has no info string and parses as Python. Else the last block
+    without an info string. Else the content of the last "<answer>" that begins a line. Else the
+    whole text. "" if the completion begins with a "<think>" that is never closed; a later "<think>"
+    may be part of a string in the program.
   """
   _, closing, answer = completion.rpartition(THINK_CLOSE)
   if not closing and answer.lstrip().startswith(THINK_OPEN):

@@ -188,9 +188,10 @@ def extract_answer(completion: str) -> str | None:
   r"""Extracts the text of a completion's final answer.
 
   Tries in this order: the last \boxed{…}; the line after the last "####"; the text after the last
-  "answer is"; the full text if it is one formula or word; the formula or number that ends last.
-  Only the text after any "</think>" counts, and no text counts while a "<think>" is open. If the
-  text that counts has an answer tag, only the tag's content counts.
+  "answer is"; the full text if it is one formula or word; the formula or number that ends
+  closest to the end of the text. Only the text after any "</think>" counts, and no text counts
+  while a "<think>" is open. If the text that counts has an answer tag, only the tag's content
+  counts.
 
   Returns:
     The answer; None if there is none.

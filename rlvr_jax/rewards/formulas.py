@@ -1,6 +1,6 @@
 r"""Formulas as trees: LaTeX or plain text → tree → value; equality by values.
 
-Two formulas are equal if their values agree to some 30 digits, plus the digits of the longest
+Two formulas are equal if their values agree to about 30 digits, plus the digits of the longest
 number or power in them. Formulas of constants are compared once, formulas with variables at several
 points. Nothing is simplified or multiplied out, so that the number of operations grows only with
 the length of the text.
@@ -503,7 +503,7 @@ def _evaluate_all(
 
 
 def evaluate_at(node: Node, values: Mapping[str, Fraction], *, is_real: bool = True) -> Fraction:
-  """The real value of a formula at a point, to some 50 digits.
+  """The real value of a formula at a point, to about 50 digits.
 
   Raises:
     UndefinedError: there is no real value, or it is too large or too small.

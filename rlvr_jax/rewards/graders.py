@@ -64,7 +64,7 @@ def find_answer_part(completion: str) -> tuple[str | None, bool]:
 
 
 def extract_final_answer(completion: str) -> str:
-  """Extracts the stripped text after the last "####", or all stripped text without that mark.
+  """Extracts the stripped text after the last "####"; without a "####", all stripped text.
 
   Thoughts are ignored; the answer is empty while a "<think>" is open. If there is an answer tag,
   only its content counts.
@@ -132,10 +132,10 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
       of them), "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
-    unparseable if the answer is empty. `answer` is the stripped text. An answer is wrong with score
-    0 in three cases: the dataset's code fails on the answer; the answer has no finite number
-    although the problem's answer is a number; or the dataset accepts the answer although its number
-    or truth value differs from that of the problem's answer.
+    unparseable if the answer is empty. The grade's `answer` is the stripped text of the answer. An
+    answer is wrong with score 0 in three cases: the dataset's code fails on the answer; the answer
+    has no finite number although the problem's answer is a number; or the dataset accepts the
+    answer although its number or truth value differs from that of the problem's answer.
   """
   answer = extract_final_answer(completion)
   if not answer:
@@ -236,7 +236,7 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: a text. Its final number follows the last "####" that stands directly before a
       number. This number must be the only number on its line; words such as a unit may follow.
       Without such a mark the answer is the last number in the text. Only the text after any
-      "</think>" counts, and nothing while a "<think>" is open.
+      "</think>" counts, and nothing counts while a "<think>" is open.
     reference: "answer": a number in JSON; a text with the final number as published (commas, sign
       and $ allowed; words such as a unit may follow); or a solution with such a number after its
       last "####".

@@ -117,8 +117,8 @@ class GraderPool(PoolOwner):
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: number of processes, ≥ 1.
     timeout_s: wall-clock limit per item, seconds. While an item waits in `workers.worker.waiting`,
-      as the grader `code` does for the program that it tests, the limit of `waiting` applies
-      instead, and the process grades other items.
+      the limit of `waiting` applies instead, and the process grades other items. The grader `code`
+      waits in this way for the program that it tests.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.

@@ -4,13 +4,13 @@ The gold answer and the answer are each parsed into a typed value (`answers.Answ
 type: integers exactly, other plain numbers to 6 decimal places and a relative difference of 1e-4,
 words as text, lists, tuples and sets element by element, intervals and conditions as sets of real
 numbers (`conditions`), formulas by their values (`formulas`). Units are compared by name if both
-answers have one.
+answers have a unit.
 
 A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
 `answers`), so samples that vote for the same answer get the same grade. The normal form has names
-("x = 5") and most units only if the gold answer has some. But a name that begins a chain of
-equations ("x = 2+3 = 5") always stays. Formulas that are equal but written differently ("x+1",
-"1+x") are two votes.
+("x = 5") only if the gold answer has names or relations, and most units only if the gold answer has
+units. But a name that begins a chain of equations ("x = 2+3 = 5") always stays. Formulas that are
+equal but written differently ("x+1", "1+x") are two votes.
 
 If the gold answer is a plain number, a correct answer is a number, or a single power or root of a
 number. Other expressions are wrong: otherwise a policy could box the expression of the question. A

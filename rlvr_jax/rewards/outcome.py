@@ -154,7 +154,7 @@ def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) 
     grades: the grades of B rollouts.
     outcome_policy: the result of `outcome_policy`.
   Raises:
-    GradingStoppedError: a grade's policy is "stop".
+    GradingStoppedError: the policy of a grade's outcome is "stop".
   """
   values = [reward_of(grade, outcome_policy) for grade in grades]
   correct = [grade.outcome is Outcome.CORRECT for grade in grades]

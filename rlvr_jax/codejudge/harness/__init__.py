@@ -5,11 +5,11 @@ folder of rlvr_jax. The folder's modules import nothing else. `launcher` starts:
 
     launcher     one per sandbox. It enters namespaces with a small read-only root, drops its rights
     │            and waits for items.
-    └ supervisor one per item, like all below. It makes new user, process, mount and IPC namespaces
-      │          with an empty /tmp, and kills everything in them at the deadline or when the caller
-      │          has ended.
-      └ judge    the first process in these namespaces. Only it has the tests and can report a
-        │        verdict.
+    └ supervisor one per item, like the judge and the program. It makes new user, process and IPC
+      │          namespaces, and kills everything in them at the deadline or when the caller has
+      │          ended.
+      └ judge    the first process in these namespaces. It makes a mount namespace with an empty
+        │        /tmp. Only the judge has the tests and can report a verdict.
         └ program  the generated code. It is forked before the judge reads a test and started
                  afterwards, so neither its memory nor its descriptors ever have the tests, expected
                  values or the verdict's socket. It can neither trace the judge nor read its memory.

@@ -19,7 +19,7 @@ class UnsupportedTestError(Exception):
 
 
 class Handle:
-  """An object in the program. A use of it is a request; the answer is plain data or a handle.
+  """An object in the program. Using it sends a request; the answer is plain data or a handle.
 
   A handle has no comparison, arithmetic or `__contains__`: these would send expected values to the
   program and trust the program's answer.
@@ -108,7 +108,7 @@ class Program:
     return self._decode(answer["value"])
 
   def run_case(self, text: str) -> dict[str, Any]:
-    """Runs the program with this standard input; see `scripts.run_case`."""
+    """Runs the program with `text` as its standard input; see `scripts.run_case`."""
     self._send({"input": text})
     return self._receive_answer()
 

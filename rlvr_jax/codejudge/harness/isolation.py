@@ -101,8 +101,8 @@ def _become_nobody() -> None:
 def enter_namespaces(paths: Sequence[str]) -> None:
   """Forks this process into new namespaces; returns in the child.
 
-  The child has no network, no other processes, a root that has only `paths`, all read-only, and the
-  rights of an ordinary user, even if root started it.
+  The child has no network, sees no other processes, and has the rights of an ordinary user, even if
+  root started it. Its root folder has only `paths`, all read-only.
   """
   flags = _NEW_MOUNTS | _NEW_PROCESSES | _NEW_NETWORK | _NEW_IPC | _NEW_NAMES
   as_root = os.geteuid() == 0

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.
 
 
 class Failures:
-  """Records the first exception of the blocks that it guards; execution continues after them."""
+  """Records the first exception of its `with` blocks; execution continues after these blocks."""
 
   first: BaseException | None = None
 
@@ -40,14 +40,14 @@ class Failures:
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   """Runs the tests of one item: first all calls, whatever their results, then the comparisons.
 
-  If calls ended at a wrong answer, a program could learn from their number which answers are
-  correct.
+  If the calls ended at a wrong answer, a program could learn from the number of calls which answers
+  are correct.
 
   Args:
     program: a program that has just been started.
     task: "style" and its fields, see `_make_checks`.
   Returns:
-    "passed" and "total", numbers of tests, and "failure", a text about the first failed test. For
+    "passed" and "total" (numbers of tests) and "failure" (a text about the first failed test). For
     the style "output", which has no tests: "output", "stderr" and "status", see `scripts.run_case`.
   """
   if task["style"] == "output":

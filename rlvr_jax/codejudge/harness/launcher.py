@@ -57,8 +57,8 @@ _MAX_SETTINGS = 4096  # bytes of the settings that come with an item's socket
 def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None:
   """Runs the launcher: prepares, reports that it is ready, and starts items until the caller ends.
 
-  It receives an item as its settings, a JSON object, and a socket for the program, the tests and
-  the verdict, in this order.
+  For each item it receives the item's settings, as a JSON object, and a socket. The socket carries
+  the program, then the tests, then the verdict.
   """
   os.umask(0o022)
   vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually added by the module site
@@ -239,9 +239,9 @@ class Sleep:
   def measure(self) -> float:
     """Adds the time asleep since the last call; returns `seconds`, the total.
 
-    The kernel's counters (schedstat) are exact. But they include a wait for a core only once it is
-    over, and they ignore the time in which the host gives the core to another machine. So the
-    states of threads are also used.
+    The kernel's counters (schedstat) are exact. But they include a wait for a core only once the
+    wait is over, and they ignore the time in which the host gives the core to another machine. So
+    the states of threads are also used.
     """
     states = set()
     awake_s = {}

@@ -32,7 +32,7 @@ def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
 
 
 def serve_last(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Like `serve_cases` for the last source; each process first runs the earlier ones silently."""
+  """Like `serve_cases` for the last source; each process first runs the other sources silently."""
   _serve(channel, sources[:-1], sources[-1:])
 
 
@@ -51,8 +51,8 @@ def run_case(text: str, sources: Sequence[str], silent: Sequence[str] = ()) -> d
     sources: the program's parts, which run in one namespace.
     silent: programs that run first in the same namespace, with their output dropped.
   Returns:
-    "output", its standard output; "status", 0 if it succeeded; "stderr", the end of its standard
-    error.
+    "output" (the program's standard output), "status" (0 if the program succeeded) and "stderr"
+    (the end of the program's standard error).
   """
   with tempfile.TemporaryFile(dir="/tmp") as file:
     file.write(text.encode())

@@ -1,6 +1,7 @@
 """Published data sets, read from their files by one tensorflow-datasets builder.
 
-This file imports nothing: every task imports `from_files`, and tensorflow-datasets loads slowly.
+This file imports nothing, since every task imports `from_files` and thereby this file. An import of
+tensorflow-datasets would take long.
 """
 
 __all__ = [

@@ -29,12 +29,12 @@ class Dataset(tfds.core.BuilderConfig):
 
 
 def split_files(split: str, folder: str = "data") -> Layouts:
-  """Layouts of a split in one file: `split`, or a hub's Parquet file, with or without `folder`."""
+  """Layouts of a split in one file: `split`, or its name on a hub, with or without `folder`."""
   return (split,), (hub_file(split, folder),), (hub_file(split),)
 
 
 def hub_file(split: str, folder: str = "") -> str:
-  """Name of a split's Parquet file on a hub, for a split in one file."""
+  """The name that a hub gives the Parquet file of a split that has only one file."""
   return f"{folder}/{split}-00000-of-00001".lstrip("/")
 
 

@@ -94,7 +94,10 @@ class PublishedFiles:
     return [self._paths[stem] for stem in self.names()]
 
   def layout_paths(self, layouts: Layouts) -> list[str]:
-    """Paths of the first layout for which every name has a file; [] if there is none."""
+    """Paths of the first layout whose names all have files; [] if there is none.
+
+    A layout is a tuple of names of files or folders.
+    """
     for layout in layouts:
       paths_by_name = [self._matching_paths(name) for name in layout]
       if all(paths_by_name):
@@ -107,7 +110,7 @@ class PublishedFiles:
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
-    """A digest of the files, by the bytes of local files, and by the listing of remote files."""
+    """A digest of the files: of the bytes of local files, or of the listing of remote files."""
     digest = hashlib.sha256()
     for path in paths:
       digest.update(f"{self._stems[path]}\n".encode())

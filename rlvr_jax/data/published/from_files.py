@@ -43,8 +43,8 @@ def published(
 ) -> Task:
   """Makes a task from the files of a published data set, in the published order.
 
-  Problems of the split are chosen by difficulty and length. The first `warm_start_size` chosen
-  problems with a published solution are the warm start, and the other chosen problems are trained
+  Problems of the split are chosen by difficulty and length. Of the chosen problems with a published
+  solution, the first `warm_start_size` are the warm start. All other chosen problems are trained
   on. The first `held_out_size` problems of the held-out split are held out. Train and warm start
   exclude held-out questions, even if white space differs. Records are read on access.
 
@@ -61,8 +61,8 @@ def published(
       1 to 5, LiveCodeBench: 1 easy to 3 hard). If this or `max_difficulty` is given, problems of
       unknown difficulty are excluded.
     max_difficulty: upper bound for train and warm start, on the same scale.
-    max_question_characters: limit for train and warm start, before the prompt template; 0 for no
-      limit.
+    max_question_characters: the most characters of a question in train and warm start, without the
+      prompt template; 0 for no limit.
     prompt: template over {question}, {interface} (how a program will be called; "" for
       mathematics), {subject}, {difficulty} and {id}; "" for the data set's own template.
     grader: spec of the grader, such as "code(reward='fraction')"; "" for the data set's own grader.

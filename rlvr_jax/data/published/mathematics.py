@@ -32,8 +32,8 @@ def last_boxed(text: str) -> str | None:
   r"""Content of the last \boxed{…}, with balanced braces; None if there is no box or it is cut off.
 
   Like the grader, this function counts boxes as one answer if only formatting, a comma, "and" or
-  "or" is between them: \boxed{3} \text{ or } \boxed{4} is "3, 4". Before an inequality, the word
-  stays: \boxed{x < 1} \text{ or } \boxed{x > 3} is "x < 1 or x > 3".
+  "or" is between them: \boxed{3} \text{ or } \boxed{4} is "3, 4". Before an inequality, "and" or
+  "or" stays: \boxed{x < 1} \text{ or } \boxed{x > 3} is "x < 1 or x > 3".
   """
   answer: str | None = None
   end = 0
