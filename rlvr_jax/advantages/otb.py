@@ -1,4 +1,4 @@
-"""OTB: a baseline of least variance for each token position of a response."""
+"""OTB: a baseline for each token position, chosen to minimize the gradient's variance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation with larger weights on tokens after prefixes on which student and teacher agree."""
+"""Distillation in which a token weighs more if student and teacher agree on earlier tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def vopd(*, top_k: int = 0) -> Distillation:
-  """Adds sg(log τ − log π) + sg(KL(π‖τ)) at each token t, a term with mean 0, to A_t.
+  """Adds to A_t, at each token t, the term sg(log τ − log π) + sg(KL(π‖τ)), which has mean 0.
 
   The KL depends on the prefix alone, so the expected gradient equals that of `opd`, at any
   staleness, with less variance.

@@ -191,8 +191,8 @@ def mean_cell(values: Sequence[float]) -> str:
 def difference_cell(difference: Difference, digits: int = 3) -> str:
   """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  The interval is omitted if both its ends are equal at this number of digits. The differences
-  may then be equal by chance, and do not show how much those of other seeds would vary.
+  The interval is omitted if both its ends are equal at this number of digits. The differences may
+  then be equal by chance. They do not show how much the differences of other seeds would vary.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)

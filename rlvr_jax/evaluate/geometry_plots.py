@@ -123,7 +123,10 @@ def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
 
 
 def eigenvalue_shares(gram: Array) -> Array:
-  """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending; all 1/B if the matrix is not usable."""
+  """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending.
+
+  All are 1/B if the matrix is not finite, or its trace is 0.
+  """
   eigenvalues = _spectrum(gram).eigenvalues
   return eigenvalues / eigenvalues.sum()
 
