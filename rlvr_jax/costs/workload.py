@@ -1,4 +1,4 @@
-"""Distributions of prompt and response lengths for estimates of costs; --lengths names one."""
+"""Distributions of prompt and response lengths for estimates of costs; --lengths selects one."""
 
 from __future__ import annotations
 
