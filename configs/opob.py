@@ -1,4 +1,4 @@
-"""VCPO: a baseline of least variance for off-policy rollouts, and truncated importance weights.
+"""VCPO: truncated importance weights, and an off-policy baseline for least gradient variance.
 
 Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616). As in
 the authors' runs, there is no clip, importance weights of full responses are at most 8, the
