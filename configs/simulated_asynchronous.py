@@ -1,4 +1,4 @@
-"""GRPO with the lags of an asynchronous run, random or replayed, and reproducible bit for bit.
+"""GRPO with lags as in an asynchronous run, random or replayed; the run repeats bit for bit.
 
 Each batch is sampled by a policy that is 0 to 4 updates old (`max_lag`). To replay a recorded run,
 with the policy version of each token, set

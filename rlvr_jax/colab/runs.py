@@ -128,7 +128,10 @@ def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigD
 
 
 def fleet_config() -> ml_collections.ConfigDict:
-  """Configuration of worked sums for a fleet; a response in progress continues with new weights."""
+  """Configuration of worked sums for a fleet, whose samplers are programs of their own.
+
+  A response in progress continues with new weights.
+  """
   c = worked_sums_config(updates=40)
   c.schedule = "asynchronous(max_lag=4)"
   c.fleet.samplers, c.fleet.new_weights = True, "switch"

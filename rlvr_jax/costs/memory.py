@@ -145,7 +145,7 @@ def estimated_bytes(
 def teaching_bytes(
   networks: Sequence[TransformerConfig], placement: Placement, layout: RowLayout
 ) -> dict[str, Table]:
-  """Estimated bytes per chip of the forward pass of teachers that score a batch before updates.
+  """Estimated bytes per chip of the forward pass in which teachers score a batch before updates.
 
   Args:
     networks: the teachers' networks; only the network that takes most bytes counts.

@@ -16,8 +16,8 @@ def vopd(*, top_k: int = 0) -> Distillation:
   staleness, with less variance.
 
   Args:
-    top_k: 0: the baseline is the KL of the whole distributions. Above 0: the baseline is the KL of
-      both distributions conditioned on the student's top_k tokens.
+    top_k: if 0, the baseline is the KL of the whole distributions. Otherwise it is the KL of both
+      distributions conditioned on the student's top_k tokens.
   Source: vOPD (arXiv:2605.07865), the authors' `opd_trainer.py`, which uses 100 tokens.
   """
   support = "student" if top_k else "all"

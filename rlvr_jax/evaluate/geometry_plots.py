@@ -221,7 +221,7 @@ def _band(values: np.ndarray) -> tuple[float, ...]:
 
 
 class Energies(NamedTuple):
-  """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
+  """Share of ‖Σ A_i g_i‖² in the span of the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
 
   even: Array  # for coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
   coefficients: Array  # for the coefficients A

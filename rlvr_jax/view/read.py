@@ -548,7 +548,7 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
 
 
 def measured_updates(run: Run) -> dict[int, int]:
-  """Batch → the last measured update on it, counted from 1; other batches are absent."""
+  """Batch → the last measured update on it, counted from 1; batches without one are absent."""
   steps = set(geometry_steps(run.folder))
   measured = {n: [t for t in updates if t - 1 in steps] for n, updates in run.updates.items()}
   return {number: updates[-1] for number, updates in measured.items() if updates}
