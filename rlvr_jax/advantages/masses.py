@@ -14,7 +14,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: 
   """mS = mean of max(A, 0)·1[r = 1] and mF = mean of max(−A, 0)·1[r = 0], over valid rollouts.
 
   If a reward in a group differs from the rollout's correctness, for example by an overlong penalty,
-  only the sign of A counts in this group: the factors 1[r = 1] and 1[r = 0] are left out.
+  only the sign of A counts in this group. The factors 1[r = 1] and 1[r = 0] are then left out.
 
   Args:
     coefficients: f32[P, G], A.

@@ -4,10 +4,10 @@
   python -m rlvr_jax.evaluate.compare runs/my_sweep --figure=curves.png --over=flops
   python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
-A sweep writes one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
-layout, and `evaluations`, which has a list of values for each axis of `curves.AXES` and each
-held-out metric. Experiments commit these results as one file, with a line per run; the program
-reads such a file, too.
+A sweep writes one result per run, WORKDIR/RUN/result.json. A result has label, seed, commit,
+command, seconds, layout, and `evaluations`, which has a list of values for each axis of
+`curves.AXES` and each held-out metric. Experiments commit these results as one file, with a line
+per run; the program reads such a file, too.
 """
 
 from __future__ import annotations
