@@ -1,7 +1,7 @@
 """Decoupled PPO: clips around a recent policy; a capped importance weight corrects for the sampler.
 
 Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641). The recent policy π_prox
-is the policy when a batch is first trained on. In the first pass π/π_prox is therefore 1, and
+is the policy before the first update on a batch. In the first pass π/π_prox is therefore 1, and
 clipping can occur in the second pass only, so there are two epochs over the 4 batches of a refresh.
 Differs from the paper: its π_prox is a moving average of the parameters, and its advantages come
 from a critic.

@@ -1,4 +1,4 @@
-"""GSPO: one ratio per response, the geometric mean over its tokens, clipped once.
+"""GSPO: a response has one ratio, the geometric mean of its tokens' ratios, which is clipped once.
 
 Source: "Group Sequence Policy Optimization" (arXiv:2507.18071). The clip interval
 [1 − 3e-4, 1 + 4e-4] and the 4 updates per refresh are the paper's. Difference from the paper:

@@ -1,8 +1,8 @@
 """KL-Cov: on tokens that reduce the entropy most, a penalty keeps the policy near the sampler.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-(arXiv:2505.22617). The share of these tokens is the authors' for small models, 2e-3; there are four
-updates per refresh. Differs from the paper: means and ranks are over the full batch.
+(arXiv:2505.22617). The share of these tokens is 2e-3, the authors' choice for small models; there
+are four updates per refresh. Differs from the paper: means and ranks are over the full batch.
 
   python -m rlvr_jax.main --config=configs/kl_cov.py --workdir=runs/kl_cov
 

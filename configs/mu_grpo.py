@@ -2,8 +2,8 @@
 
 Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
 (arXiv:2605.17570). At the start of each stage the policy is frozen and samples all rollouts of the
-stage, so that the lag grows from 0 to μ − 1 within the stage of μ updates; the paper has 4096
-updates and μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sweeps it.
+stage. So the lag grows from 0 to μ − 1 within the stage of μ updates. The paper has 4096 updates
+and μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sweeps it.
 
   python -m rlvr_jax.main --config=configs/mu_grpo.py --workdir=runs/mu_grpo
 

@@ -1,8 +1,8 @@
-"""VCPO: a baseline of least variance for off-policy rollouts, and truncated importance weights.
+"""VCPO: truncated importance weights, and an off-policy baseline for least gradient variance.
 
 Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616). As in
-the authors' runs, there is no clip, importance weights of full responses are at most 8, the
-advantage is divided by the group's deviation, and the loss is a mean over each response and then
+the authors' runs, there is no clip; importance weights of full responses are at most 8; the
+advantage is divided by the group's deviation; and the loss is a mean over each response and then
 over responses. There are four updates per refresh. Differences from the paper: gradient norms are
 those of the output head, and the learning rate has no factor √(ESS/B), with the effective sample
 size ESS of the B rollouts.

@@ -1,8 +1,8 @@
 """Off-policy sequence masking: drops failures that the policy has become unlikely to sample.
 
 Source: "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (arXiv:2512.02556).
-The loss is PPO's, with four updates per refresh. Difference from the report: its bound is not
-published; 0.5 nats per token is TRL's suggestion.
+The loss is PPO's, with four updates per refresh. Difference from the report: its bound on
+the mean of log(β/π) is not published; here it is 0.5 nats per token, as TRL suggests.
 
   python -m rlvr_jax.main --config=configs/opsm.py --workdir=runs/opsm
 

@@ -1,7 +1,7 @@
-"""OTB: a baseline of least variance for each token position of a response.
+"""OTB: a baseline for each token position, chosen to minimize the gradient's variance.
 
 Source: "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078).
-The baseline weights each rollout by its energy: squared gradient norms, summed up to the token.
+In the baseline, a rollout's weight is its energy: squared gradient norms, summed up to the token.
 There is one update per refresh, so that the policy itself has sampled the rollouts and the energies
 need no importance weights. Difference from the paper: responses have only 2 to 4 tokens to sum
 over.

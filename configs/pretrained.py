@@ -2,7 +2,7 @@
 
 The policy is SmolLM2-135M-Instruct, dequantized from 4 bits. Asked in chat "What is 23 + 8?", with
 the system message "Answer with the number only.", it writes whole sentences, and is right one time
-in 25. Its only feedback is right or wrong, by the last number of a response. Held-out problems have
+in 25. Its only feedback is whether the last number of a response is right. Held-out problems have
 numbers that no training problem has.
 
   pip install "rlvr_jax[gguf,hf,plot]"

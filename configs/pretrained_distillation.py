@@ -1,8 +1,8 @@
 """GRPO and distillation together teach a pretrained language model sums.
 
 This combines the teacher of configs/pretrained_self_distillation.py with the reward of
-configs/pretrained.py. An advantage is GRPO's, which all tokens of a response share, plus the
-teacher's term for each token.
+configs/pretrained.py. The advantage of a token is GRPO's advantage of its response plus the
+teacher's term for this token.
 
   python -m rlvr_jax.models.pretrained
   python -m rlvr_jax.main --config=configs/pretrained_distillation.py \

@@ -1,8 +1,8 @@
 """A pretrained language model teaches itself sums: it imitates itself with the solution in view.
 
 Policy and task are those of configs/pretrained.py. The teacher is the policy before the first
-update, which reads "What is 23 + 8? Hint: 23 + 8 = 31. Answer:" before the same response, at half
-the temperature. A token gains probability if the teacher finds it more probable than the policy
+update, at half the temperature. It reads "What is 23 + 8? Hint: 23 + 8 = 31. Answer:" before the
+same response. A token gains probability if the teacher finds it more probable than the policy
 does. The reward is not used.
 
   python -m rlvr_jax.models.pretrained

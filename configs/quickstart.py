@@ -8,7 +8,7 @@ sums, with only "right" or "wrong" as feedback, raises the right answers to abou
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Hardware: 2 CPU cores. Time: 70 seconds in all; up to 3.5 minutes on cores that others keep busy.
+Hardware: 2 CPU cores. Time: 70 seconds in all; up to 3.5 minutes if other programs use the cores.
 Expected held-out pass@1, start to end: 0.25 to 0.80, 0.28 to 0.80, 0.25 to 0.71 (seeds 0, 1, 2).
 Rounding differs between machines and versions: seed 0 has ended between 0.78 and 0.81, seed 2 has
 begun between 0.22 and 0.25 and ended at 0.70 and 0.71. Controls: experiments/quickstart/README.md.

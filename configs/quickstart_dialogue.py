@@ -1,9 +1,9 @@
 """GRPO teaches a from-scratch policy to find a number by asking: "higher", "lower", found.
 
-A 0.4 M-parameter transformer over bytes sees "1-15:" and guesses, "12"; the environment answers
-">", "<", or that the number is found. A rollout is a dialogue of at most four turns; its reward is
-1 if the number is found. The warm start shows random guesses, so that the policy knows the form but
-not the game. The best play, bisection, finds any of 15 numbers in four turns.
+A 0.4 M-parameter transformer over bytes sees "1-15:" and guesses, say, "12"; the environment
+answers ">", "<", or that the number is found. A rollout is a dialogue of at most four turns; its
+reward is 1 if the number is found. The warm start shows random guesses, so that the policy knows
+the form but not the game. The best play, bisection, finds any of 15 numbers in four turns.
 
   python -m rlvr_jax.main --config=configs/quickstart_dialogue.py --workdir=runs/dialogue
 

@@ -1,8 +1,8 @@
 """Plain REINFORCE: A = r, without a baseline or a ratio.
 
 Source: Williams, 1992, Machine Learning 8. With rewards of 0 and 1, only correct rollouts have a
-gradient, with the same weight on easy and on hard prompts. This is the reference point for every
-baseline.
+gradient, with the same weight on easy and on hard prompts. This recipe is the reference point for
+every baseline.
 
   python -m rlvr_jax.main --config=configs/reinforce.py --workdir=runs/reinforce
 

@@ -1,11 +1,11 @@
 """SALT on GRPO: full weight on directions that the batch's gradients share, less on the residual.
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
-Matter" (arXiv:2606.05800) and the authors' code. As there, the rank k of the shared subspace is
-ρ_s = 1 times the Gram matrix's participation ratio, with 1 ≤ k ≤ 64, and the residual has a weight
-α, with 0 ≤ α ≤ 1. The Gram matrix is computed exactly from the output head's gradients of all 512
-rollouts of the batch; the paper uses a mini-batch. Differs from configs/grpo.py in the reweighting
-alone.
+Matter" (arXiv:2606.05800) and the authors' code. As in that code, the rank k of the shared subspace
+is ρ_s = 1 times the Gram matrix's participation ratio, with 1 ≤ k ≤ 64. The residual has a weight
+α, with 0 ≤ α ≤ 1, also as in that code. The Gram matrix is computed exactly from the output head's
+gradients of all 512 rollouts of the batch; the paper uses a mini-batch. Differs from
+configs/grpo.py in the reweighting alone.
 
 Ablations: a fixed α is `--config.reweighting="salt(alpha_min=0.5, alpha_max=0.5)"`, a fixed k sets
 `min_rank` and `max_rank` to the same number; others are `salt(positive_part=False)`,

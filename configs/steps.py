@@ -2,8 +2,8 @@
 
 A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Some steps of its
 demonstrations are wrong, so that the policy is right only sometimes. A response makes many
-decisions, and a single wrong one makes it wrong. experiments/steps/README.md compares four methods
-on this task.
+decisions, and one wrong decision makes the response wrong. experiments/steps/README.md compares
+four methods on this task.
 
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long

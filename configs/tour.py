@@ -1,8 +1,9 @@
 """GRPO on walks through four goals on a grid with walls: many right answers to every problem.
 
 A from-scratch transformer over bytes reads a start, four goals and the walls of an 8 × 8 grid, one
-character per cell, and lists the cells of a walk that visits the goals in order, a line for each
-goal. Any walk within 1.5 times the shortest counts. Its demonstrations make detours.
+character per cell. It lists the cells of a walk that visits the goals in order, with a line for
+each goal. Any walk of at most 1.5 times the shortest length is right. The demonstrations make
+detours.
 
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long

@@ -1,4 +1,4 @@
-"""VESPO: a smooth weight on the ratio of the full response, narrower for failures.
+"""VESPO: a smooth weight as a function of the full response's ratio, narrower for failures.
 
 Source: "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
 Training" (arXiv:2602.10693). A response whose ratio is W has the weight W^k·exp(λ(1 − W)), with the

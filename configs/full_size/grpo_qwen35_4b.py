@@ -11,9 +11,10 @@ states a recipe for this model.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A slot takes 51.5 MB for its recurrent states, however many tokens it holds, and 32 KB for the keys
-and values of each token. Settings for a slice: grpo_qwen35_4b.py:v5p:2x2x4 and
-grpo_qwen35_4b.py:v5e:8x8. On v5e remat="dots" would take 16.1 GiB of a chip's 15.75.
+A slot holds one response during sampling. It takes 51.5 MB for its recurrent states, however many
+tokens it holds, and 32 KB for the keys and values of each token. Settings for a slice:
+grpo_qwen35_4b.py:v5p:2x2x4 and grpo_qwen35_4b.py:v5e:8x8. On v5e, remat="dots" would take 16.1 GiB
+of a chip's 15.75.
 Card: docs/methods/grpo.md.
 """
 

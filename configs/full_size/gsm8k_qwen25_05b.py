@@ -1,8 +1,8 @@
 """GRPO on GSM8K from Qwen2.5-0.5B-Instruct, all parameters: a starting point on one small chip.
 
 The task is grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held
-out, graded by the last number. The sizes are chosen to fit 16 GB: one chip of v5e, or the eight
-chips of v5e:2x4. The other settings are ours and untuned; the KL term is off. See
+out, graded by the last number. The sizes are chosen to fit chips of 16 GB: one chip of v5e, or the
+eight chips of v5e:2x4. The other settings are ours and untuned; the KL term is off. See
 --config=configs/full_size/base.py.
 
   python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_05b.py --workdir=runs/gsm8k_05b \\

@@ -1,9 +1,9 @@
 """GSPO on a mixture with gated DeltaNets: Qwen3.5-35B-A3B, four updates per refresh.
 
-This is the recipe of gspo_qwen3_30b_a3b for the newer network, which has 256 experts of which a
-token uses 8, and one expert that all tokens share. Three of four layers have recurrent states
-instead of keys and values. **open**: the settings that gspo_qwen3_30b_a3b marks as open; no paper
-states a recipe for this model.
+This is the recipe of gspo_qwen3_30b_a3b for the newer network. The network has 256 experts, of
+which a token uses 8, and one expert that all tokens share. Three of four layers have recurrent
+states instead of keys and values. **open**: the settings that gspo_qwen3_30b_a3b marks as open; no
+paper states a recipe for this model.
 
   python -m rlvr_jax.main --distributed \\
     --config=configs/full_size/gspo_qwen35_35b_a3b.py:v5p:2x4x4 \\

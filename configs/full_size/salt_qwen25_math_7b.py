@@ -1,4 +1,4 @@
-"""SALT at its paper's size: Qwen2.5-Math-7B on MATH, 16 rollouts each of 512 problems per refresh.
+"""SALT at its paper's size: Qwen2.5-Math-7B on MATH, 512 problems × 16 rollouts per refresh.
 
 Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
 Matter" (arXiv:2606.05800). The authors' repository trains by the DAPO 7B recipe of verl with SALT

@@ -1,4 +1,4 @@
-"""Advantages map rewards [P, G] to coefficients [P, G]; each function in `__all__` makes one."""
+"""Advantages map rewards [P, G] to coefficients [P, G]; functions in `__all__` make these maps."""
 
 from rlvr_jax.advantages.base import Advantage as Advantage
 from rlvr_jax.advantages.base import stateless as stateless

@@ -22,14 +22,16 @@ class Advantage(NamedTuple):
   """An estimator as pure functions; its state is part of the train state.
 
   Attributes:
-    init: (initial_entropy f32[], nats per token) → state; () for an estimator without state.
+    init: (initial_entropy f32[], nats per token) → state, which is () for an estimator without
+      state.
     apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. The coefficients
       depend on the valid rollouts only. `state` is the state before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
       per-token entropy of the policy over loss tokens, nats; NaN if there is no loss token.
       `solve_rate` is the policy's solve rate *before* any dynamic-sampling filter, NaN if unknown;
       if it is None, `update` computes it from the batch.
-    metrics: (state, batch) → metrics of the state and of the estimator on the batch.
+    metrics: (state, batch) → metrics of the state, and metrics that the estimator computes from the
+      batch.
     needs_binary: whether rewards must be 0 or 1; other rewards are then a configuration error.
     needs: the optional fields of the batch, from `NEEDS`, that the estimator reads. Other optional
       fields may be None.
@@ -139,9 +141,9 @@ def counts_over(batch: TrainBatch, over: str) -> Array:
 
 
 def batch_moments(x: Array, counts: Array) -> tuple[Array, Array]:
-  """x − μ, f32[P, G], and σ, f32[]: μ is the mean of the batch, σ its unbiased standard deviation.
+  """x − μ, f32[P, G], and σ, f32[]: mean μ and unbiased standard deviation σ of x over the batch.
 
-  If all x that count are equal, x − μ and σ are exactly 0.
+  If all x with a count above 0 are equal, x − μ and σ are exactly 0.
 
   Args:
     x: f32[P, G].

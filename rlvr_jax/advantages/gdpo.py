@@ -62,8 +62,8 @@ def gdpo_advantages(
 ) -> Array:
   """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε).
 
-  μ and σ are the mean and the standard deviation of a over the batch; r̄_k and std_k are those of
-  reward k in the group.
+  The sum a has the mean μ and the standard deviation σ over the batch. Reward k has the mean r̄_k
+  and the standard deviation std_k in the group.
 
   Args:
     rewards: f32[P, G, K].
@@ -102,10 +102,11 @@ def gdpo(
   over: str = "rollouts",
   leave_one_out: bool = False,
 ) -> Advantage:
-  """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε), μ and σ of a over the batch.
+  """A = (a − μ)/(σ + ε_B), a = Σ_k ω_k (r_k − r̄_k)/(std_k + ε).
 
-  The rewards r_k are the scores of the main grader and of `config.grading.extra`, in this order.
-  Other estimators get one reward, such as the weighted sum of these scores, which can be equal for
+  The sum a has the mean μ and the standard deviation σ over the batch. The rewards
+  r_k are the scores of the main grader and of `config.grading.extra`, in this order. Other
+  estimators get one reward, such as the weighted sum of these scores, which can be equal for
   rollouts with different scores. GDPO tells these rollouts apart, and a reward that hardly varies
   counts as much as a reward that varies much. A constant reward contributes 0.
 

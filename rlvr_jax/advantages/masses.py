@@ -13,8 +13,8 @@ from rlvr_jax.types import Array, Mean, Metrics
 def gradient_masses(coefficients: Array, rewards: Array, correct: Array, valid: Array) -> Metrics:
   """mS = mean of max(A, 0)·1[r = 1] and mF = mean of max(−A, 0)·1[r = 0], over valid rollouts.
 
-  In a group whose rewards differ from its correctness, such as with an overlong penalty, only the
-  sign of A counts: the factors 1[r = 1] and 1[r = 0] are left out.
+  If a reward in a group differs from the rollout's correctness, for example by an overlong penalty,
+  only the sign of A counts in this group. The factors 1[r = 1] and 1[r = 0] are then left out.
 
   Args:
     coefficients: f32[P, G], A.

@@ -1,4 +1,4 @@
-"""OPOB: the baseline of least variance for rollouts of another policy."""
+"""OPOB: a baseline chosen to minimize the gradient's variance, for rollouts of another policy."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def opob(*, by_deviation: bool = False) -> Advantage:
 
   ‖g‖² is the diagonal of the Gram matrix of `config.gram`. g is the gradient of a response's
   log-probability: with respect to the output head if `config.gram` is "streaming", with respect to
-  all parameters if it is "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length, this is
-  `opo`. π is the policy before the update.
+  all parameters if it is "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length,
+  `opob` equals `opo`. π is the policy before the update.
 
   Args:
     by_deviation: whether A is divided by the standard deviation of the group's rewards, as in the

@@ -1,4 +1,4 @@
-"""OTB: a baseline of least variance for each token position of a response."""
+"""OTB: a baseline for each token position, chosen to minimize the gradient's variance."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def otb_advantages(
 ) -> Array:
   """A_t = r − Σ_i E_it·r_i/(Σ_i E_it + 1e-8); E_it sums the energies of rollout i up to token t.
 
-  The sums are over the rollouts of the group that have a t-th loss token. t counts only loss
-  tokens, so that an environment's tokens do not shift the comparison.
+  The sums are over the rollouts of the group that have a t-th loss token. The index t counts
+  only loss tokens, so that an environment's tokens do not shift the comparison.
 
   Args:
     rewards: f32[P, G].

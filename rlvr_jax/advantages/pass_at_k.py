@@ -20,12 +20,12 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
   a correct rollout. The group has n valid rollouts, of which c are correct.
 
   k·w is unbiased: E[k·w ∇log π] = ∇pass@k. The mean w̄ contains the rollout's own w. So E[A ∇log π]
-  = (1 − k/n)·∇pass@k: the direction is right, but the gradient is shorter. For k = 1 this is
-  `grpo_mean`. A group with n ≤ k gets 0: at n = k all w are equal, and below k they are undefined.
+  = (1 − k/n)·∇pass@k: the direction is right, but the gradient is shorter. For k = 1, A is that of
+  `grpo_mean`. A group with n ≤ k gets 0: all w are equal if n = k, and undefined if n < k.
 
   Args:
     rewards: f32[P, G].
-    correct: f32[P, G] in {0, 1}; anything but 1 is not correct.
+    correct: f32[P, G] in {0, 1}; any value other than 1 counts as incorrect.
     valid: bool[P, G].
     k: 1 ≤ k < G.
   Returns:
@@ -64,7 +64,7 @@ def at_most_k(k: int, valid: Array) -> Metrics:
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
-  """A with the policy gradient ∇pass@k: `pass_at_k_advantages`, or its limit for infinite groups.
+  """Advantages whose policy gradient is ∇pass@k: `pass_at_k_advantages`, or its limit for G → ∞.
 
   Args:
     k: ≥ 1, and below the group size.

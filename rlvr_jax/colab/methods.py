@@ -43,7 +43,8 @@ def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndar
 
   Args:
     loss: policy loss; its batch statistics, if any, are over all N tokens.
-    ratios: f32[N], each token's probability under the policy over that under the behavior policy.
+    ratios: f32[N], each token's probability under the policy, divided by its probability under the
+      behavior policy.
     coefficient: the coefficient of every token.
   Returns:
     f32[N].

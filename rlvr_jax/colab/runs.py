@@ -38,7 +38,7 @@ def train(config: ml_collections.ConfigDict, workdir: str = "") -> str:
 
 
 def train_fleet(*, samplers: int = 2) -> pathlib.Path:
-  """Trains `fleet_config` with processes on CPUs, a trainer and samplers; returns the run's folder.
+  """Trains `fleet_config` with a trainer and samplers, all on CPUs; returns the run's folder.
 
   Args:
     samplers: number of processes that sample.
@@ -97,7 +97,7 @@ def measured_config(reweighting: str = "none") -> ml_collections.ConfigDict:
 
 
 def guess_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
-  """Configuration of dialogues in which a tiny policy finds a number of 1 to 15 in four turns."""
+  """Configuration of dialogues in which a tiny policy finds a number from 1 to 15 in four turns."""
   c = quickstart_dialogue.get_config()
   c.seed, c.num_updates = seed, updates
   c.task.kwargs.high, c.environment.name = 15, "guess(low=1, high=15)"
@@ -128,7 +128,10 @@ def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigD
 
 
 def fleet_config() -> ml_collections.ConfigDict:
-  """Configuration of worked sums for a fleet; a response in progress continues with new weights."""
+  """Configuration of worked sums for a fleet, whose samplers are programs of their own.
+
+  A response in progress continues with new weights.
+  """
   c = worked_sums_config(updates=40)
   c.schedule = "asynchronous(max_lag=4)"
   c.fleet.samplers, c.fleet.new_weights = True, "switch"

@@ -154,9 +154,10 @@ def train(
 ) -> Runs:
   """Trains one policy per seed, from the kernel `first`, f32[D, V]; None for uniform policies.
 
-  An update's metrics are those of the package and four more: the `solve_rate` of fresh rollouts of
-  the policy before the update, the `lag` in updates, the `gradient_norm`, and the
-  `head/rank_one_fraction` of the kernel's change from the start until before the update.
+  An update's metrics are the package's metrics and four more: `solve_rate`, `lag` in updates,
+  `gradient_norm` and `head/rank_one_fraction`. The solve rate is of fresh rollouts of the policy
+  before the update. The rank-one fraction is of the kernel's change from the start until before the
+  update.
 
   Raises:
     ValueError: `recipe.recorded` is unknown, or the schedule runs in real time.

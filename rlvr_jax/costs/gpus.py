@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """The figures of a GPU that XLA needs; the comment on `_H100` has their sources."""
+  """The properties of a GPU that XLA needs; the comment on `_H100` has their sources."""
 
   name: str
   capability: tuple[int, int]
@@ -93,7 +93,7 @@ def gpu_devices(topology: str) -> list[Any]:
   Args:
     topology: kind and number, such as "h100:8".
   Raises:
-    ValueError: the number is not possible, or the compiler is not installed.
+    ValueError: the number of GPUs is not possible, or the compiler is not installed.
   """
   kind, _, text = topology.partition(":")
   number = int(text) if re.fullmatch(r"\d{1,6}", text) else 0

@@ -1,8 +1,8 @@
 """The launches of a program for a GPU, read from XLA's list of thunks.
 
-A thunk is a kernel, a copy, a call of a library, a loop, or a command buffer: many kernels that the
-host launches as one. If only the device knows the trip count of a loop, the host waits for the
-device before every iteration.
+A thunk is a kernel, a copy, a call of a library, a loop, or a command buffer. A command buffer
+holds many kernels, which the host launches as one. If only the device knows the trip count of a
+loop, the host waits for the device before every iteration.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def estimated_bytes(
 def teaching_bytes(
   networks: Sequence[TransformerConfig], placement: Placement, layout: RowLayout
 ) -> dict[str, Table]:
-  """Estimated bytes per chip of the forward pass of teachers that score a batch before updates.
+  """Estimated bytes per chip of the forward pass in which teachers score a batch before updates.
 
   Args:
     networks: the teachers' networks; only the network that takes most bytes counts.
@@ -247,7 +247,8 @@ def resident_bytes(
 ) -> dict[str, Table]:
   """Bytes of a run's processes on a host with CPU devices, in each phase of the run.
 
-  The largest phase's total estimates the run's peak, within a factor of 1.3 of measured peaks.
+  The total of the largest phase is an estimate of the run's peak. It is within a factor of 1.3 of
+  measured peaks.
 
   Args:
     estimated: the result of `estimated_bytes`.

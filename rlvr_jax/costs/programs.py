@@ -115,10 +115,10 @@ def program_lowerings(
   rebuilds: bool = False,
   teacher: tuple[Params, Params] | None = None,
 ) -> dict[str, Lower]:
-  """The functions that lower a run's programs, by name: "update", and "generation" of one burst.
+  """The functions that lower a run's programs, by name: "update" and "generation".
 
-  With dialogues or `rebuilds`, "prefill" is added: a prefill of the longest prompt with its
-  response.
+  "generation" is one burst: it decodes up to 16 tokens in every slot. With dialogues or `rebuilds`,
+  "prefill" is added: a prefill of the longest prompt with its response.
 
   Args:
     programs, placement: programs and placement of the run.

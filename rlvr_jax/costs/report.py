@@ -130,8 +130,9 @@ def useful_flops(
 ) -> dict[str, float]:
   """The model FLOPs per chip of each program, by the program's name.
 
-  "update" is an update on the batch. "generation" is the last burst, if all rollouts have the
-  greatest length. With dialogues, "prefill" is the prefill of the longest dialogue after a reply.
+  "update" is an update on the batch. "generation" is the last burst of tokens, as if all rollouts
+  had the greatest length. With dialogues, "prefill" is the prefill of the longest dialogue after a
+  reply.
   """
   lengths = batch.prompts, batch.responses
   adapters = placement.state.params if placement.frozen else None
@@ -184,8 +185,8 @@ def attention_kernel_costs(
   """Analytic costs of the update's and generation's attention kernels, by a pattern of their names.
 
   Sliding windows are ignored. In an update, a call computes one row of the packed batch; the
-  call's cost is the mean over rows and layers. In generation, a call computes one token of every
-  slot.
+  call's cost is the mean over rows and layers. In generation, a call computes one token in every
+  slot, which holds one response.
 
   Args:
     network: the network of the policy.

@@ -1,4 +1,4 @@
-"""Distributions of prompt and response lengths for estimates of costs; --lengths names one."""
+"""Distributions of prompt and response lengths for estimates of costs; --lengths selects one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def dialogue(
   the policy is cut at the greatest length, or if a reply and another token do not fit.
 
   Args:
-    turns: the turns of the policy in every rollout, at least 1.
+    turns: number of the policy's turns in every rollout, at least 1.
     policy: mean tokens of a turn of the policy, before the cut.
     reply: mean tokens of a reply, with the template's tokens around it.
     sigma: standard deviation of the logarithm.

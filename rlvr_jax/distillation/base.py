@@ -20,11 +20,11 @@ class Distillation(NamedTuple):
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → a term f32[P, G, T], nats, constant for
-      differentiation. The update adds λ = `config.teacher.weight` times the term to each token's
-      coefficient (its advantage after reweighting), whatever the loss. None: no term.
+      differentiation. The update multiplies the term by λ = `config.teacher.weight` and adds it to
+      each token's coefficient (its advantage after reweighting), whatever the loss. None: no term.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. The update adds λ times these
       losses to the tokens' policy-gradient losses. None: no losses. The results of `advantage` and
-      of `per_token` are 0 where masked.
+      of `per_token` are 0 where `batch.mask` is 0.
     divergence: the divergence between the whole distributions. The forward pass computes it at each
       token position, as the batch's `teacher_divergence`. None: only log-probabilities of sampled
       tokens are needed.
@@ -44,7 +44,7 @@ class Distillation(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """Log-probabilities under three policies, [P, G, T], at least float32, nats; 0 where masked."""
+  """Log-probabilities under three policies, [P, G, T], at least float32, nats; 0 if mask is 0."""
 
   policy: Array  # log π
   behavior: Array  # log β, constant for differentiation
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
 
 
 def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
-  """Log-probabilities under the policy, the sampler and the teacher, set to 0 where masked.
+  """Log-probabilities under the policy, the sampler and the teacher, set to 0 where the mask is 0.
 
   Raises:
     ValueError: the batch has no teacher's log-probabilities.
@@ -80,7 +80,7 @@ def prepare(policy_logprobs: Array, batch: TrainBatch) -> Tokens:
 
 
 def divergences(batch: TrainBatch) -> Array:
-  """The divergence at each token position, f32[P, G, T], nats; 0 where masked.
+  """The divergence at each token position, f32[P, G, T], nats; 0 where the mask is 0.
 
   Raises:
     ValueError: the batch has no divergences.

@@ -1,4 +1,4 @@
-"""Distillation with larger weights on tokens after prefixes on which student and teacher agree."""
+"""Distillation in which a token weighs more if student and teacher agree on earlier tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _LEAST_TOTAL = 1e-8  # lower bound of s_T, nats, as in TRL
 def iw_opd(*, gamma: float = 0.5) -> Distillation:
   """ℓ = −(1 + γ·(1 − s_t/s_T))·g·log π, where g = log τ − log β and s_t = Σ_{u<t} |g_u|.
 
-  s_T is the sum over the response. Early tokens have weights up to 1 + γ. Tokens after the last
-  token with g ≠ 0 have the weight 1. A weight depends on the full response, so the expected
+  s_T is the sum of |g_u| over the response. Early tokens have weights up to 1 + γ. Tokens after the
+  last token with g ≠ 0 have the weight 1. A weight depends on the full response, so the expected
   gradient is not exactly the gradient of a divergence.
 
   Args:

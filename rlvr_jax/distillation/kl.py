@@ -18,9 +18,9 @@ def kl(
   """ℓ = KL(π‖τ) (α = 1), KL(τ‖π) (α = 0) or their mixture, at each token of the response.
 
   After each prefix of a sampled response, the loss compares π and τ at all possible next tokens,
-  not only at the sampled token; with `top_k`, at the tokens of the support. A token's effect on
-  later tokens has no gradient. No array of the vocabulary's size is kept: the head is computed in
-  chunks, for student and teacher together.
+  not only at the sampled token. With `top_k`, it compares them at the tokens of the support. A
+  token's effect on later tokens has no gradient. No array of the vocabulary's size is kept: the
+  head is computed in chunks, for student and teacher together.
 
   Args:
     alpha, support, top_k, rest, floor: see `ops.divergence.Divergence`.

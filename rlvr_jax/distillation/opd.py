@@ -13,10 +13,9 @@ from rlvr_jax.types import Array, TrainBatch
 def opd(*, student: str = "policy", discount: float = 0.0) -> Distillation:
   """Adds g_t = sg(log τ − log π), or Σ_{s≥t} γ^(s−t)·g_s, to the advantage A_t.
 
-  Under a loss with the ratio ρ = π/β, the expected gradient is the gradient of −KL(π‖τ) at each
-  token, at any staleness, if the loss does not clip. The term is added after the group's
-  normalization. With γ = 0 a token gets only its own term; γ = 1 gives the gradient of the
-  response's KL.
+  If the loss has the ratio ρ = π/β and does not clip, the expected gradient at each token is the
+  gradient of −KL(π‖τ), at any staleness. The term is added after the group's normalization. With
+  γ = 0 a token gets only its own term; γ = 1 gives the gradient of the response's KL.
 
   Args:
     student: the policy whose log-probability is subtracted in g: "policy", π of each update; or

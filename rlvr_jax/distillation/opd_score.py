@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, TrainBatch
 def opd_score(*, truncation: float | None = 2.0) -> Distillation:
   """ℓ = −sg(min(ρ, c))·g·log π, where ρ = π/β and g = sg(log τ − log π).
 
-  The expected gradient is the gradient of KL(π‖τ) at each token, at any staleness, where ρ ≤ c.
+  Where ρ ≤ c, the expected gradient at each token is the gradient of KL(π‖τ), at any staleness.
 
   Args:
     truncation: c > 0; None does not truncate.

@@ -10,14 +10,14 @@ from rlvr_jax.types import Array, TrainBatch
 
 
 def vopd(*, top_k: int = 0) -> Distillation:
-  """Adds sg(log τ − log π) + sg(KL(π‖τ)) at each token t, a term with mean 0, to A_t.
+  """Adds to A_t, at each token t, the term sg(log τ − log π) + sg(KL(π‖τ)), which has mean 0.
 
   The KL depends on the prefix alone, so the expected gradient equals that of `opd`, at any
   staleness, with less variance.
 
   Args:
-    top_k: 0: the baseline is the KL of the whole distributions. Above 0: the baseline is the KL of
-      both distributions conditioned on the student's top_k tokens.
+    top_k: if 0, the baseline is the KL of the whole distributions. Otherwise it is the KL of both
+      distributions conditioned on the student's top_k tokens.
   Source: vOPD (arXiv:2605.07865), the authors' `opd_trainer.py`, which uses 100 tokens.
   """
   support = "student" if top_k else "all"

@@ -4,10 +4,10 @@
   python -m rlvr_jax.evaluate.compare runs/my_sweep --figure=curves.png --over=flops
   python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
-A sweep writes one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
-layout, and `evaluations`, which has a list of values for each axis of `curves.AXES` and each
-held-out metric. Experiments commit these results as one file, with a line per run; the program
-reads such a file, too.
+A sweep writes one result per run, WORKDIR/RUN/result.json. A result has label, seed, commit,
+command, seconds, layout, and `evaluations`, which has a list of values for each axis of
+`curves.AXES` and each held-out metric. Experiments commit these results as one file, with a line
+per run; the program reads such a file, too.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def mean_cell(values: Sequence[float]) -> str:
 def difference_cell(difference: Difference, digits: int = 3) -> str:
   """A table cell: the mean difference paired by seed, with its 95 % interval.
 
-  The interval is omitted if both its ends are equal at this number of digits. The differences
-  may then be equal by chance, and do not show how much those of other seeds would vary.
+  The interval is omitted if both its ends are equal at this number of digits. The differences may
+  then be equal by chance. They do not show how much the differences of other seeds would vary.
   """
   edges = (difference.mean, difference.low, difference.high)
   mean, low, high = (f"{x:+.{digits}f}" for x in edges)

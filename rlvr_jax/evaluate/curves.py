@@ -114,7 +114,9 @@ def mean_curve(
   *,
   within: tuple[float, float] = UNBOUNDED,
 ) -> MeanCurve:
-  """Mean over seeds by linear interpolation on a grid over the range of x that all curves share.
+  """Mean over seeds of curves that are interpolated linearly on one grid of x.
+
+  The grid spans the range of x that all curves share.
 
   Args:
     curves: (x, y) of each seed, x ascending; if several points have the same x, the last point is

@@ -123,7 +123,10 @@ def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
 
 
 def eigenvalue_shares(gram: Array) -> Array:
-  """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending; all 1/B if the matrix is not usable."""
+  """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending.
+
+  All are 1/B if the matrix is not finite, or its trace is 0.
+  """
   eigenvalues = _spectrum(gram).eigenvalues
   return eigenvalues / eigenvalues.sum()
 
@@ -218,7 +221,7 @@ def _band(values: np.ndarray) -> tuple[float, ...]:
 
 
 class Energies(NamedTuple):
-  """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
+  """Share of ‖Σ A_i g_i‖² in the span of the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
 
   even: Array  # for coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
   coefficients: Array  # for the coefficients A

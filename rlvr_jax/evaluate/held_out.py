@@ -88,7 +88,7 @@ def accuracy(
 
   The intervals come from `pass_at_k.interval_over_problems`. A sample whose grading failed
   counts as incorrect. Majorities are omitted if the graders extract no answers. They are omitted
-  with a warning if a grader gives the same answer to a problem different grades.
+  with a warning if a grader grades equal answers to one problem differently.
 
   Args:
     samples: [problems][n], n samples of each problem.
@@ -98,9 +98,9 @@ def accuracy(
     best_play: `Task.best_play`.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fraction of samples with each outcome, and the
-    fraction of responses that were truncated at the length limit. For dialogues, also the fractions
-    that were correct after at most 1, 2, … turns and, given `best_play`, the best possible policy's
-    pass@1 minus this policy's.
+    fraction of responses that were truncated at the length limit. For dialogues, the result also
+    has the fractions that were correct after at most 1, 2, … turns. For dialogues with
+    `best_play`, it has the best possible policy's pass@1 minus this policy's pass@1.
   """
   flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]

@@ -1,7 +1,7 @@
 """Means over seeds and differences paired by seed: intervals, tests, and numbers of seeds needed.
 
-Runs of one seed share the initial parameters, the order of the problems and the warm start. So the
-difference between two methods varies less over seeds than either method does.
+Runs with the same seed share the initial parameters, the order of the problems and the warm start.
+So the difference between two methods varies less over seeds than either method does.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, 
   """The 95 % interval of a mean of scores in [0, 1].
 
   The interval comes from the bootstrap over problems, which accounts for the spread of the scores.
-  If all problems have the same score, such as 0 of n or n of n, the interval is Wilson's, since all
-  resamples would be equal and the bootstrap would report no uncertainty.
+  If all problems have the same score, such as 0 of n or n of n, the interval is Wilson's. All
+  resamples would then be equal, and the bootstrap would report no uncertainty.
 
   Args:
     scores: f[problems], in [0, 1].

@@ -1,7 +1,7 @@
 """Starts a run, and its samplers, as processes on this machine that connect over loopback.
 
-`start` lasts until the run and its samplers have ended, and fails unless the run has finished. It
-prints the output of the run's process 0. If a process of the run fails, `start` restarts all
+`start` lasts until the run and its samplers have ended. It fails if the run failed or was stopped.
+It prints the output of the run's process 0. If a process of the run fails, `start` restarts all
 processes of the run, up to --retries times; the same holds for each sampler. After Ctrl-C, `stop`
 or the end of the terminal, the run saves and ends; the same command resumes it. Under nohup or tmux
 the run outlives the terminal.

@@ -1,4 +1,4 @@
-"""Ships the files of the commit to other machines, so that exactly the commit runs there."""
+"""Ships the current commit's files to other machines, so that exactly this commit runs there."""
 
 from __future__ import annotations
 

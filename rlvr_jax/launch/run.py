@@ -1,4 +1,4 @@
-"""The programs to launch, a run and the samplers of its fleet: names, flags and commands."""
+"""Names, flags and commands of the programs to launch: a run, and the samplers of its fleet."""
 
 from __future__ import annotations
 

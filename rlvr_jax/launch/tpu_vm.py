@@ -1,10 +1,10 @@
 """TPU VMs as queued resources: creates, prepares and watches them, and replaces preempted ones.
 
 Every host runs one process as a systemd service of its user, which survives a lost connection.
-systemd restarts a failed process, and the launcher replaces preempted machines, each at most
---retries times. Each sampler of a fleet has its own queued resource, so that it starts and ends
-independently. Ctrl-C ends only the launcher, and the run continues. Another `start` watches the run
-again, also with another number of samplers.
+systemd restarts a failed process at most --retries times. The launcher replaces preempted machines,
+also at most --retries times. Each sampler of a fleet has its own queued resource, so that it starts
+and ends independently. Ctrl-C ends only the launcher, and the run continues. Another `start`
+watches the run again, also with another number of samplers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class QueuedResource:
-  """The machines of one program: a queued resource with its name, of one or several slices."""
+  """The machines of a program, one or several slices: a queued resource with the program's name."""
 
   def __init__(self, name: str, num_slices: int, args: argparse.Namespace, shell: Shell):
     """Makes no machines yet; `args` has their zone and project."""

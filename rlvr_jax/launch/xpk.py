@@ -1,9 +1,9 @@
 """Workloads on a GKE cluster that xpk has created; Kubernetes restarts failed workloads.
 
-xpk adds the commit's files to an image with the dependencies. Each sampler of a fleet is a separate
-workload, so that it restarts independently after a failure. `start` returns once the workloads
-exist. Another `start`, also with another number of samplers, creates missing workloads and deletes
-surplus workloads.
+xpk adds the current commit's files to a container image with the dependencies. Each sampler of a
+fleet is a separate workload, so that it restarts independently after a failure. `start` returns
+once the workloads exist. Another `start`, also with another number of samplers, creates missing
+workloads and deletes surplus workloads.
 """
 
 from __future__ import annotations

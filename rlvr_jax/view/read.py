@@ -281,8 +281,8 @@ def read_batch(run: Run, number: int) -> Part:
     expert u8|u16[layers, N]: the router's first choice, in the layers of the header's "layers"
     advantage f32[B] or f16[N]: by the run's estimator, computed again from the stored rewards
 
-  If diagnostics measured an update on the batch, there are more arrays. Those of N tokens are NaN
-  at tokens outside of the loss:
+  If diagnostics measured an update on the batch, there are more arrays. Their entries for tokens
+  outside of the loss are NaN:
 
     coefficient f32[B]: the coefficient that the loss got
     ratio, proximal f16[N]: log π/β and log π/π_prox, with policy π, behavior policy β and proximal
@@ -548,7 +548,7 @@ def geometry_steps(folder: pathlib.Path) -> list[int]:
 
 
 def measured_updates(run: Run) -> dict[int, int]:
-  """Batch → the last measured update on it, counted from 1; other batches are absent."""
+  """Batch → the last measured update on it, counted from 1; batches without one are absent."""
   steps = set(geometry_steps(run.folder))
   measured = {n: [t for t in updates if t - 1 in steps] for n, updates in run.updates.items()}
   return {number: updates[-1] for number, updates in measured.items() if updates}

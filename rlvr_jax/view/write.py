@@ -208,7 +208,7 @@ class Server(http.server.ThreadingHTTPServer):
     return f"http://{HOST}:{self.server_address[1]}/"
 
   def answer(self, path: str) -> tuple[str, bytes] | None:
-    """(content type, bytes) of the part of the page with this path; None without such a part.
+    """(content type, bytes) of the part of the page with this path; None if no part has it.
 
     Raises:
       StoreError, TornShardError, OSError, ValueError: a file cannot be read.

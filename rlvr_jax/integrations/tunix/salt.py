@@ -198,7 +198,7 @@ def salt_loss(
   to the loss.
 
   Args:
-    loss_fn: loss of Tunix, such as `get_policy_loss_fn("grpo")`, or of `policy_loss`.
+    loss_fn: loss of Tunix, such as `get_policy_loss_fn("grpo")`, or a result of `policy_loss`.
     method, gram, split_head: as for `salt_coefficients`.
   """
 
