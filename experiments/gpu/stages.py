@@ -84,10 +84,11 @@ def device(args: argparse.Namespace) -> dict[str, Any]:
   ):
     square = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a, b, precision=precision: jnp.matmul(a, b, precision=precision))
-    found[f"{name}, TFLOP/s"] = round(2 * size**3 / seconds(product, square, square) / 1e12, 2)
+    flops = 2 * size**3 / seconds(product, square, square)
+    found[f"{name}, TFLOP/s"] = float(f"{flops / 1e12:.3g}")
   copied = jnp.ones(size * size, jnp.float32)
   rate = 2 * copied.nbytes / seconds(jax.jit(lambda x: x + 1), copied)
-  return found | {"copy, TB/s": round(rate / 1e12, 3)}
+  return found | {"copy, TB/s": float(f"{rate / 1e12:.3g}")}
 
 
 def numerics(args: argparse.Namespace) -> dict[str, Any]:

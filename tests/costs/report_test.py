@@ -177,7 +177,7 @@ def test_the_head_of_dialogues_computes_chunks_of_the_policys_tokens():
   assert counts.loops[rf"wanted_of_{layout.rows_per_device * layout.length}/while$"] == 1
   assert [wanted_chunks(5000, wanted, 2048) for wanted in (1, 1667, 1668, 5000)] == [1, 1, 2, 3]
   assert wanted_chunks(2048, 1, 2048) == wanted_chunks(2048, 2048, 2048) == 1
-  with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise it"):
+  with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise max_turns, or"):
     ahead_of_time.count(parts, LENGTHS.replace("turns=3", "turns=4"))
 
 
@@ -215,7 +215,7 @@ def test_numbers_and_tables_are_written(tmp_path):
   ("topology", "message"),
   [
     (None, "--mode=costs needs --topology"),
-    ("v2:2x2", r"chip 'v2' .*; allowed: \['a100', .*'tpu7x', 'v4'"),
+    ("v2:2x2", r"chip 'v2' .*; allowed are \['a100', .*'tpu7x', 'v4'"),
   ],
 )
 def test_what_a_report_needs(topology, message):
