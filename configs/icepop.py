@@ -1,4 +1,4 @@
-"""IcePop: masks tokens on which sampler and trainer disagree; multiplies other losses by the ratio.
+"""IcePop: masks tokens on which sampler and trainer disagree; weights other tokens by the ratio.
 
 Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
 (arXiv:2510.18855). The loss is PPO's. A token is kept if its ratio of trainer to sampler is in the

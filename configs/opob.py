@@ -1,4 +1,4 @@
-"""VCPO: truncated importance weights, and an off-policy baseline for least gradient variance.
+"""VCPO: truncated importance weights, and an off-policy baseline to minimize gradient variance.
 
 Source: "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (arXiv:2602.17616). As in
 the authors' runs, there is no clip; importance weights of full responses are at most 8; the

@@ -1,7 +1,7 @@
-"""GRPO with lags as in an asynchronous run, random or replayed; the run repeats bit for bit.
+"""GRPO with lags as in an asynchronous run, random or replayed, but reproducible bit for bit.
 
-Each batch is sampled by a policy that is 0 to 4 updates old (`max_lag`). To replay the run in
-WORKDIR, with its policy version of each token, set
+Each batch is sampled by a policy that is 0 to 4 updates old (`max_lag`). To replay the
+recorded run in WORKDIR, with the policy version of each token, set
 --config.schedule="simulated_asynchronous(recorded='WORKDIR')".
 
   python -m rlvr_jax.main --config=configs/simulated_asynchronous.py --workdir=runs/simulated

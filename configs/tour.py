@@ -2,7 +2,7 @@
 
 A from-scratch transformer over bytes reads a start, four goals and the walls of an 8 × 8 grid, one
 character per cell. It lists the cells of a walk that visits the goals in order, with a line for
-each goal. Any walk of at most 1.5 times the shortest length is right. The demonstrations make
+each goal. Any such walk of at most 1.5 times the shortest length is right. The demonstrations make
 detours.
 
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour

@@ -2,8 +2,8 @@
 
 Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490),
 whose 7B policy learns to program and is judged on LiveCodeBench. The paper gives α_max = 3,
-δ_min = 0.3 and a target entropy of half the initial entropy. **open**, since the paper's other
-settings could not be looked up: 32 problems per update with 16 rollouts each, responses up to 2048
+δ_min = 0.3 and a target entropy of half the initial entropy. **open**, since the paper's
+values could not be looked up: 32 problems per update with 16 rollouts each, responses up to 2048
 tokens, AdamW at 1e-6. MBPP has 374 training problems, so that 1000 updates train on each of them 85
 times.
 

@@ -2,10 +2,10 @@
 
 Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
 (arXiv:2605.17570). As in the paper, there are 4096 updates in four stages of μ = 1024 updates,
-ratios are clipped to [0, 5], and there is a veto on stale tokens. **open**: the paper's other
-settings could not be looked up. Responses up to 8192 tokens, 8 rollouts per problem, and AdamW at
-1e-6 are from the first phase of the DeepScaleR recipe. We chose 16 problems per update and the
-veto's threshold κ.
+ratios are clipped to [0, 5], and there is a veto on stale tokens. **open**, since the
+paper's values could not be looked up: responses up to 8192 tokens, 8 rollouts per problem, and
+AdamW at 1e-6. These three are from the first phase of the DeepScaleR recipe. We chose 16 problems
+per update and the veto's threshold κ.
 
   python -m rlvr_jax.main --config=configs/full_size/mu_grpo_r1_distill_7b.py \\
     --workdir=/mnt/rlvr_jax/runs/mu_grpo \\

@@ -1,14 +1,14 @@
 """P3O at its paper's size: Qwen3-4B-Thinking-2507 on DeepScaleR, 256 problems per refresh.
 
 Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
-(arXiv:2605.12380) and the settings that the authors' repository, FeynRL, has for this model. A
-refresh has 256 problems with 4 rollouts each. One update per refresh trains on all 1,024 rollouts.
-Responses have up to 2048 tokens, and prompts up to 4096. The optimizer is AdamW at 1e-5 with β 0.9
-and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the 500 updates, then a
-cosine. The authors' settings use GRPO with a clip of 0.4; the loss here is P3O, without clip range
-or coefficient. If the policy trains on its own rollouts, the effective sample size e is near 1, and
-P3O equals REINFORCE up to rounding. P3O differs from REINFORCE with other sources of rollouts or
-other schedules.
+(arXiv:2605.12380) and the settings that the authors' repository, FeynRL, has for this model. In
+these settings, a refresh has 256 problems with 4 rollouts each, and one update per refresh trains
+on all 1,024 rollouts. Responses have up to 2048 tokens, and prompts up to 4096. The optimizer is
+AdamW at 1e-5 with β 0.9 and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the
+500 updates, then a cosine. The authors' settings use GRPO with a clip of 0.4; the loss here is P3O,
+without clip range or coefficient. If the policy trains on its own rollouts, the effective
+sample size e is near 1, and P3O equals REINFORCE up to rounding. P3O differs from REINFORCE with
+other sources of rollouts or other schedules.
 
   python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py \\
     --workdir=/mnt/rlvr_jax/runs/p3o \\

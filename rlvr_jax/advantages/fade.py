@@ -94,8 +94,8 @@ def fade(
     delta_min: in (0, 1].
     smoothing: in (0, 1], weight of the new value in p̂ and Ĥ. **open**: the paper does not give it.
     target_entropy: H* > 0, as a fraction of the initial entropy if `target_is_relative`, otherwise
-      in nats per token; the paper also runs 1.0 and 1.3 nats. If the initial entropy is 0.1 to 0.5
-      nats, the default, which is half of it, leaves δ near 1; sweep absolute values instead.
+      in nats per token; the paper also runs 1.0 and 1.3 nats. The default, half of the initial
+      entropy, leaves δ near 1 if that entropy is 0.1 to 0.5 nats; then sweep absolute values.
     target_is_relative: whether `target_entropy` is a fraction of the initial entropy.
     schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
       (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).

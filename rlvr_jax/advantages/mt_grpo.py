@@ -49,8 +49,8 @@ def mt_grpo(*, turn_weight: float = 1.0, epsilon: float = 1e-6) -> Advantage:
 
   The paper has two turns, of which the first has a score. **open**: here each turn that has a score
   is compared separately. λ is `turn_advantage_coef` in the authors' code. If a dialogue does not
-  call the paper's tool, the authors' code adds the dialogue's two rewards and uses the advantage of
-  the sum; here the dialogue gets A_dialogue.
+  call the tool of the paper's environment, the authors' code adds the dialogue's two rewards and
+  uses the advantage of the sum; here the dialogue gets A_dialogue.
 
   Args:
     turn_weight: λ ≥ 0.

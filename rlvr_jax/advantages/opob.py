@@ -59,7 +59,7 @@ def opob(*, by_deviation: bool = False) -> Advantage:
   ‖g‖² is the diagonal of the Gram matrix of `config.gram`. g is the gradient of a response's
   log-probability: with respect to the output head if `config.gram` is "streaming", with respect to
   all parameters if it is "per_rollout(parameters='all')". If W = 1 and ‖g‖² is the length,
-  `opob` equals `opo`. π is the policy before the update.
+  this formula is that of `opo`. π is the policy before the update.
 
   Args:
     by_deviation: whether A is divided by the standard deviation of the group's rewards, as in the

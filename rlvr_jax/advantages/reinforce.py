@@ -35,7 +35,7 @@ def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weigh
 def asymmetric_reinforce_advantages(
   rewards: Array, valid: Array, *, baseline_shift: float
 ) -> Array:
-  """A = r − (r̄ + δV), f32[P, G]: `baseline_shift`, δV, shifts the group's mean reward r̄.
+  """A = r − (r̄ + δV), f32[P, G]; r̄ is the group's mean reward, and δV is `baseline_shift`.
 
   In large groups, the gradient mass is p(q − δV) on successes and q·max(p + δV, 0) on failures,
   where p = 1 − q is the solve rate. In a constant group A = −δV. Groups of one rollout are allowed.

@@ -128,7 +128,7 @@ def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigD
 
 
 def fleet_config() -> ml_collections.ConfigDict:
-  """Configuration of worked sums for a fleet, whose samplers are programs of their own.
+  """Configuration of worked sums for a fleet, whose samplers are separate programs.
 
   A response in progress continues with new weights.
   """

@@ -17,7 +17,7 @@ _WITHOUT_DRIVER = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"  # the plugin else looks for
 
 
 class Gpu(NamedTuple):
-  """The properties of a GPU that XLA needs; the comment on `_H100` has their sources."""
+  """The properties of a GPU, for XLA and `chips.CHIPS`; the comment on `_H100` has the sources."""
 
   name: str
   capability: tuple[int, int]

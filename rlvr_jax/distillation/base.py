@@ -20,8 +20,8 @@ class Distillation(NamedTuple):
 
   Attributes:
     advantage: (policy_logprobs f32[P, G, T], batch) → a term f32[P, G, T], nats, constant for
-      differentiation. The update multiplies the term by λ = `config.teacher.weight` and adds it to
-      each token's coefficient (its advantage after reweighting), whatever the loss. None: no term.
+      differentiation. The update adds λ times the term to each token's coefficient (its advantage
+      after reweighting), whatever the loss; λ is `config.teacher.weight`. None: no term.
     per_token: (policy_logprobs, batch) → losses f32[P, G, T], nats. The update adds λ times these
       losses to the tokens' policy-gradient losses. None: no losses. The results of `advantage` and
       of `per_token` are 0 where `batch.mask` is 0.

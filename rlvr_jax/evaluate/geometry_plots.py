@@ -125,7 +125,7 @@ def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
 def eigenvalue_shares(gram: Array) -> Array:
   """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending.
 
-  All are 1/B if the matrix is not finite, or its trace is 0.
+  All shares are 1/B if the matrix or its trace is not finite, or if the trace is 0.
   """
   eigenvalues = _spectrum(gram).eigenvalues
   return eigenvalues / eigenvalues.sum()

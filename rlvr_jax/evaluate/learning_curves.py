@@ -76,7 +76,10 @@ def plot_entropy(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_shift(axes: Any, records: Sequence[Record]) -> None:
-  """Plots the k3 estimate of KL(β‖π), and the fraction of clipped tokens; β: behavior policy."""
+  """Plots the k3 estimate of KL(β‖π), and the fraction of clipped tokens.
+
+  β is the behavior policy, and π is the policy.
+  """
   color, clipped = COLORS["behavior"], COLORS["plain"]
   _plot(axes, records, "train", "behavior/kl_k3", color=color)
   _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))
