@@ -7,7 +7,8 @@ the form but not the game. The best play, bisection, finds any of 15 numbers in 
 
   python -m rlvr_jax.main --config=configs/quickstart_dialogue.py --workdir=runs/dialogue
 
-Hardware: 2 CPU cores. Time: 147 seconds of processor time, so about 2 minutes on quiet cores.
+Hardware: 2 CPU cores. Time: about 2 minutes on quiet cores, 147 seconds of
+processor time in all.
 Expected held-out pass@1, start to end: 0.24 to 0.59 (seed 0). The best play has a pass@1 of 1; the
 run prints how far below it the policy is. Seeds differ much: experiments/dialogues/README.md.
 """

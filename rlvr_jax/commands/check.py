@@ -321,7 +321,10 @@ class Preflight:
     return Finding(OK, f"{folder} has all {len(tensors)} tensors")
 
   def check_teacher(self) -> Finding:
-    """Each teacher has its network's tensors and the policy's tokenizer; no weights are read."""
+    """Each teacher's checkpoint has all tensors of its network, and the policy's tokenizer.
+
+    No weights are read.
+    """
     parts = _require(self.parts, "the configuration has failed")
     check_teachers(parts)
     of_own = [math.prod(x.shape) for x in jax.tree.leaves(parts.placement.teachers)]

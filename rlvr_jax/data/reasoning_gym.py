@@ -200,7 +200,7 @@ def _check_reference(entries: Any, problem: Problem) -> None:
   score = entries.score_answer(answer, reference)
   if score < 1 - 1e-9:
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} cannot be graded in another process: its own answer "
-      f"{answer!r} scores {score:g}, not 1, with metadata that were read back from JSON. Use"
-      " another dataset."
+      f"reasoning_gym dataset {dataset!r} cannot be graded in another process, which gets the"
+      f" metadata as JSON: with these metadata the dataset's own answer {answer!r} scores"
+      f" {score:g}, not 1. Use another dataset."
     )

@@ -194,8 +194,8 @@ class RemoteSampler:
     self._remove_complete()
     if not self._state.open:
       raise FleetError(
-        "`want` has requested no group that is still missing; this is a bug in the code that"
-        " calls the sampler"
+        "no group is awaited: `want` has requested none, or all requested groups have been"
+        " returned; this is a bug in the code that calls the sampler"
       )
     view = self._exchange.look()
     if view.term != self._term:

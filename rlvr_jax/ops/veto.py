@@ -1,9 +1,10 @@
 """Negative-advantage veto: exclude tokens that the current policy would no longer sample.
 
-In a run with stages, the later updates of a stage train on responses of an old policy. A *trigger*
-is a token whose ratio ρ = π/β shows that the current policy would no longer sample the response up
-to this token. Only rollouts with advantage A < 0 have triggers. Lowering the probabilities of
-tokens after a trigger is meaningless.
+With the schedule `stages`, all responses of a stage are sampled before its first update, so that
+the later updates of the stage train on responses of an old policy. A *trigger* is a token whose
+ratio ρ = π/β shows that the current policy would no longer sample the response up to this token.
+Only rollouts with advantage A < 0 have triggers. Lowering the probabilities of tokens after a
+trigger is meaningless.
 Source: μ-GRPO (arXiv:2605.17570).
 """
 

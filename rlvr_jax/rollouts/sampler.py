@@ -252,8 +252,8 @@ class LocalSampler:
     while not self._finished:
       if not self.is_busy:
         raise SamplerStoppedError(
-          "`want` has requested no group that is still missing; this is a bug in the code that"
-          " calls the sampler"
+          "no group is awaited: `want` has requested none, or all requested groups have been"
+          " returned; this is a bug in the code that calls the sampler"
         )
       if self.step():
         since = time.monotonic()

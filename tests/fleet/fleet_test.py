@@ -151,7 +151,10 @@ def test_the_second_of_two_trainers_goes_on(fleet):
 
 def test_a_wait_in_vain_ends(fleet):
   trainer = toy.trainer(fleet.exchange, fleet.weights, alone_s=0.3)
-  with pytest.raises(FleetError, match="`want` has requested no group that is still missing"):
+  with pytest.raises(
+    FleetError,
+    match="no group is awaited: `want` has requested none, or all requested groups have been",
+  ):
     trainer.take()
   trainer.offer(toy.policy(0))
   trainer.want(toy.draw(4), [1, 5])

@@ -325,7 +325,7 @@ def test_waits_for_answers_have_a_deadline(monkeypatch):
     sampler.take()
   workers.held.set()
   assert [group.index for group in sampler.take()] == [2]
-  message = "`want` has requested no group that is still missing"
+  message = "no group is awaited: `want` has requested none, or all requested groups have been"
   with pytest.raises(SamplerStoppedError, match=message):
     sampler.take()
 

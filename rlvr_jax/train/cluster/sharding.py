@@ -146,9 +146,9 @@ def rearrange(mesh: Mesh, *, data: int, fsdp: int, tensor: int, field: str) -> M
   sizes = (data, fsdp, tensor)
   if min(sizes) < 1 or math.prod(sizes) != mesh.size:
     raise ValueError(
-      f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {math.prod(sizes)} with"
-      f" same_devices, but config.mesh has {mesh.size} devices; choose sizes ≥ 1 whose product is"
-      f" {mesh.size}"
+      f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {math.prod(sizes)}, but"
+      f" with same_devices = True it must be {mesh.size}, the number of devices in"
+      f" config.mesh; choose sizes ≥ 1 whose product is {mesh.size}"
     )
   if isinstance(mesh, AbstractMesh):
     return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)

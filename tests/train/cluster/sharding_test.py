@@ -395,7 +395,7 @@ def test_the_sampler_is_compared_where_no_key_value_head_is_split(same_devices):
 @pytest.mark.parametrize(
   ("sizes", "message"),
   [
-    (dict(data=3, tensor=2), r"3·1·2 = 6 with same_devices, but config.mesh has 8"),
+    (dict(data=3, tensor=2), r"3·1·2 = 6, but with same_devices = True it must be 8, the number"),
     (dict(data=1, tensor=8), r"tensor = 8 does not split 4 query heads and 2.* one of \[1, 2, 4\]"),
   ],
 )
