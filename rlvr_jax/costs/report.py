@@ -267,7 +267,7 @@ def program_cost(
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     counts: the result of `count`.
   Raises:
-    CostsError: the program could not be read.
+    CostsError: the compiler's text of the program has a form that this package misreads.
   """
   compiled = compile_with_text(name, lower)
   if compiled.program is None:

@@ -295,7 +295,7 @@ def draw_from_json(content: JsonObject) -> Draw:
 
 
 def draw_to_json(draw: Draw) -> dict[str, JSON]:
-  """A draw as JSON, without the draw's plan."""
+  """A draw as JSON, without `Draw.plan`, the versions of its tokens in a recorded run."""
   return {
     "number": draw.number,
     "seed": draw.seed,

@@ -127,7 +127,7 @@ class Pace:
     self._times: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
 
   def note_lacking(self, number: int, numbers: Sequence[int]) -> None:
-    """Notes that a draw lacks groups.
+    """Notes that some groups of a draw have not been sampled yet.
 
     Args:
       number: the number of the draw.
