@@ -1,4 +1,4 @@
-"""Negative-advantage veto: exclude tokens that the current policy would no longer sample.
+"""Negative-advantage veto: exclude tokens after one that the policy would no longer sample.
 
 With the schedule `stages`, all responses of a stage are sampled before its first update, so that
 the later updates of the stage train on responses of an old policy. A *trigger* is a token whose
