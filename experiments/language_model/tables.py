@@ -39,9 +39,9 @@ from experiments.testbed.claims import (
   quantity_tables,
   write_page,
 )
-from experiments.testbed.report import Panel, Result, draw_panels, late_mean, peak_value
+from experiments.testbed.report import Panel, Result, draw_panels, fall_from_peak, late_mean
 from rlvr_jax.evaluate import compare
-from rlvr_jax.evaluate.compare import METRIC, final_value
+from rlvr_jax.evaluate.compare import METRIC
 from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
@@ -76,23 +76,23 @@ OTHERS = (
   Claim("without it, P3O keeps its gain", NO_PULL, label(P3O, OWN), "not less"),
   Claim("without it, P3O against GRPO", NO_PULL, label(GRPO, FP8), "more"),
 )
-STABLE = Claim("the suffix veto gains", SUFFIX, RELAXED, "more")
+VETO_GAINS = Claim("the suffix veto gains", SUFFIX, RELAXED, "more")
 ADAPTS = Claim("FADE's adapting weights gain", FADE, AVERAGED, "more")
-PRIMARY_SEEDS = {  # primary claim → number of seeds that decide it
-  **dict.fromkeys(PRIMARY, len(SEEDS)),
-  STABLE: len(STAGE_SEEDS),
-  ADAPTS: len(FADE_SEEDS),
-}
 KEEPS = Claim("FADE keeps entropy", FADE, AVERAGED, "more")
-QUANTITIES = (
+PRECISION_PRIMARY, STAGES_PRIMARY, FADE_PRIMARY = PRIMARY_QUANTITIES = (
   Quantity("Primary comparisons of question 2, late pass@1", PRIMARY, LATE, MARGIN, len(SEEDS)),
-  Quantity("Its other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
   Quantity(
-    "Primary comparison of question 3, late pass@1", [STABLE], LATE, MARGIN, len(STAGE_SEEDS)
+    "Primary comparison of question 3, late pass@1", [VETO_GAINS], LATE, MARGIN, len(STAGE_SEEDS)
   ),
   Quantity(
     "Primary comparison of question 4, late pass@1", [ADAPTS], LATE, MARGIN, len(FADE_SEEDS)
   ),
+)
+QUANTITIES = (
+  PRECISION_PRIMARY,
+  Quantity("Its other comparisons, late pass@1", OTHERS, LATE, MARGIN, len(WHY_SEEDS)),
+  STAGES_PRIMARY,
+  FADE_PRIMARY,
   Quantity(
     "Its entropy over the run, nats",
     [KEEPS],
@@ -110,24 +110,20 @@ PANELS = (
 CONTROLS = [averaged_label(seed) for seed in FADE_SEEDS]
 
 
-def fall(result: Result) -> float:
-  """Highest pass@1 less the last."""
-  return peak_value()(result) - final_value(result)
-
-
 def with_one_control(results: Sequence[Result]) -> list[Result]:
   """The results, with one label for FADE's controls, whose weights differ by seed."""
   return [{**r, "label": AVERAGED} if r["label"] in CONTROLS else r for r in results]
 
 
 def adjusted_p_table(results: Sequence[Result]) -> str:
-  """Holm's p-values of the primary comparisons; of question 3 only if all of its seeds have run."""
-  values = compare.values_by_seed(results, LATE)
+  """Holm's p-values of the primary comparisons whose seeds have all run."""
   found = {}
-  for claim, least_seeds in PRIMARY_SEEDS.items():
-    arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
-    if len(arm.keys() & control.keys()) >= least_seeds:
-      found[claim.name] = paired_difference(arm, control)
+  for quantity in PRIMARY_QUANTITIES:
+    values = compare.values_by_seed(results, quantity.value)
+    for claim in quantity.claims:
+      arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
+      if len(arm.keys() & control.keys()) >= quantity.least_seeds:
+        found[claim.name] = paired_difference(arm, control)
   rows = {name: [f"{p:.2g}"] for name, p in compare.adjusted_p(found).items()}
   table = compare.markdown_table(["p"], rows, "claim")
   return f"Primary comparisons, Holm's p of a difference of 0:\n\n{table}"
@@ -149,7 +145,7 @@ def tables(results: Sequence[Result]) -> str:
       *quantity_tables(QUANTITIES, results),
       adjusted_p_table(results),
       arm_table(results, *precision, LATE),
-      arm_table(results, *staged, LATE, {"fall from the peak": fall}),
+      arm_table(results, *staged, LATE, {"fall from the peak": fall_from_peak}),
       arm_table(results, *fade, LATE),
     ]
   )

@@ -78,7 +78,7 @@ def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
   """Returns a table of accuracy, and of what the veto drops in the first and last quarter."""
   columns: dict[str, Callable[[Result], float]] = {
     "final pass@1": final_value,
-    "best less final": lambda r: max(r["evaluations"][METRIC]) - final_value(r),
+    "best less final": report.fall_from_peak,
     "ESS": lambda r: r["ess"],
   }
   rows = {}

@@ -127,6 +127,11 @@ def peak_value(metric: str = compare.METRIC) -> RunValue:
   return lambda result: float(np.max(result["evaluations"][metric]))
 
 
+def fall_from_peak(result: Result) -> float:
+  """Highest held-out pass@1 less the last."""
+  return peak_value()(result) - compare.final_value(result)
+
+
 def end_mean(metric: str) -> RunValue:
   """Mean of a training metric over the last span; None if the run lacks the metric."""
   return lambda result: result["train"].get(metric, [None])[-1]

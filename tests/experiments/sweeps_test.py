@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 
 import pytest
 from train import tiny
@@ -85,6 +86,14 @@ def test_the_constant_weights_are_the_means_of_fade():
   measured = {r["seed"]: r["measured"] for r in results if r["label"] == runs.FADE}
   means = {seed: (f"{m['α']:.4g}", f"{m['δ']:.4g}") for seed, m in measured.items()}
   assert means == {seed: (str(α), str(δ)) for seed, (α, δ) in runs.FADE_MEANS.items()}
+
+
+def test_the_runs_of_the_language_model_had_the_fields_of_the_sweep():
+  runs = {(run.label, run.seed): run for run in listed("language_model")}
+  for result in read_results(FOLDER / "language_model" / "results.json"):
+    fields = [f for f in runs[result["label"], result["seed"]].flags if f[:9] != "--config="]
+    given = shlex.split(result["command"])
+    assert len(fields) > 5 and not [field for field in fields if field not in given]
 
 
 # --- the experiments on staleness -----------------------------------------------------------------
