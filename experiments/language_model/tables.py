@@ -51,6 +51,7 @@ LATE = late_mean(last=2)  # after updates 40 and 60, of question 3 after 96 and 
 GRPO, P3O = METHODS
 OWN, FP8 = SAMPLERS
 VETOED, TRIGGERS = "vetoed tokens", "trigger rate"
+ONE_OUTCOME = "last 32 updates: without a group of both outcomes"  # so without a gradient
 ENTROPY, AT_THE_END = "entropy over the run", "entropy at the end"
 FIRST_NORM = "first gradient's norm"
 MEASURED = {  # heading → (metric, what of its values over the updates)
@@ -60,6 +61,7 @@ MEASURED = {  # heading → (metric, what of its values over the updates)
   FIRST_NORM: ("update/gradient_norm", lambda values: values[0]),
   VETOED: ("veto/token_fraction", statistics.mean),
   TRIGGERS: ("veto/trigger_rate", statistics.mean),
+  ONE_OUTCOME: ("groups/effective", lambda values: statistics.mean(x == 0 for x in values[-32:])),
   "α": ("advantage/fade_alpha", statistics.mean),
   "δ": ("advantage/fade_delta", statistics.mean),
 }
@@ -138,7 +140,7 @@ def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
   results = with_one_control(results)
   precision = [*PRECISION, *WHY], [FIRST_NORM, *MISMATCH, AT_THE_END]
-  staged = [*STAGED], [VETOED, TRIGGERS, *MISMATCH, AT_THE_END]
+  staged = [*STAGED], [VETOED, TRIGGERS, ONE_OUTCOME, *MISMATCH, AT_THE_END]
   fade = [FADE, AVERAGED], [ENTROPY, AT_THE_END, "α", "δ"]
   return "\n\n".join(
     [

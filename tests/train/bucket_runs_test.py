@@ -269,12 +269,24 @@ def killed_pair(url, after):
 
 
 @pytest.mark.slow
-def test_a_pair_of_processes_that_share_no_disk(url, pair, tmp_path, monkeypatch):
+def test_a_pair_stopped_killed_and_damaged_ends_as_on_a_disk(url, folder, emulator, pair):
+  """Two processes that share no disk."""
   with multiprocess_test.training(url) as processes:
-    tiny.wait_for(published(url, 3, "train"), processes.processes[0])
+    first, second = processes.processes
+    tiny.wait_for(published(url, 1, "train"), first)
+    second.send_signal(signal.SIGTERM)  # one of them is asked; both end, after the same update
+    statuses, outputs = processes.ended()
+  assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+  assert "shutdown requested: saved after update" in outputs[0]
+  with multiprocess_test.training(url) as processes:
+    tiny.wait_for(published(url, 4, "train"), processes.processes[0])
   for process in processes.processes:
     process.communicate()
+  newest = checkpoint_folder(url).name
+  for name in emulator.names(f"{folder}/checkpoints/{newest}/arrays/d"):
+    emulator.damage(f"{folder}/checkpoints/{newest}/arrays/d/{name}")
   outputs = multiprocess_test.train_to_the_end(url)
+  assert f"{url}/checkpoints/{newest} is damaged" in outputs[0]
   assert "resumed at update" in outputs[0]
   assert outcome(url) == pair
 

@@ -149,23 +149,6 @@ def test_eight_processes_equal_one(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_stopped_and_killed_pair_ends_identically(undisturbed, tmp_path):
-  workdir = tmp_path / "run"
-  with training(workdir) as pair:
-    first, second = pair.processes
-    tiny.wait_for(tiny.has_record(workdir, 1, "train"), first)
-    second.send_signal(signal.SIGTERM)  # one of them is asked; both end, after the same update
-    statuses, outputs = pair.ended()
-  assert statuses == [0, 0], "\n".join(outputs)[-5000:]
-  assert "shutdown requested: saved after update" in outputs[0]
-  with training(workdir) as pair:
-    tiny.wait_for(tiny.has_record(workdir, 4, "train"), pair.processes[0])
-  outputs = train_to_the_end(workdir)
-  assert "resumed at update" in outputs[0]
-  assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
-
-
-@pytest.mark.slow
 def test_both_end_where_the_first_refuses(tmp_path):
   workdir = tmp_path / "run"
   lock = WorkdirLock(workdir)
