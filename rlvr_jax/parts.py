@@ -204,6 +204,7 @@ def loss_of(
   aggregation: str = "token_mean",
   max_response_length: int = 0,
   proximal_logprobs: Array | None = None,
+  tokens: Array | None = None,
   veto: Veto | None = None,
 ) -> tuple[Array, dict[str, Array]]:
   """(loss f32[], metrics f32[] by name) of one batch.
@@ -221,6 +222,8 @@ def loss_of(
     aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
     max_response_length: tokens; 0 for T. Only the aggregation "constant" reads it.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` and most corrections need them.
+    tokens: i32[P, G, T], the sampled tokens; `clip_cov` draws at random by them. Without them it
+      draws the same places in all batches of one mask.
     veto: the result of `negative_advantage_veto`.
   Raises:
     ValueError: `loss` is not a `Loss` or needs `proximal_logprobs`, an array has another shape, or
@@ -235,7 +238,12 @@ def loss_of(
   _check_shape("coefficients", coefficients, *axes, P=P, G=G, T=T)
   if loss.needs_proximal and proximal_logprobs is None:
     raise ValueError("this loss needs proximal_logprobs, its proximal policy's log-probabilities")
-  batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)
+  batch = batch_of(
+    mask,
+    tokens=tokens,
+    behavior_logprobs=behavior_logprobs,
+    proximal_logprobs=proximal_logprobs,
+  )
   statistics = None
   if loss.statistics is not None:
     statistics = loss.statistics(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)

@@ -81,7 +81,7 @@ class TrainBatch:
   # is valid.
   valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
-  proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
+  proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss needs them
   # The next two are nats; None without a teacher, or if the update computes the teacher's values.
   teacher_logprobs: Array | None = None  # f32[P, G, T], the teacher's log-probability of each token
   teacher_entropy: Array | None = None  # f32[P, G, T], entropy of the teacher's distribution

@@ -132,6 +132,11 @@ def otb(
   if truncation is not None:
     check_between("otb", "truncation", truncation, low=0.0, open_low=True)
   check_choice("otb", "level", level, LEVELS)
+  if level != "token" and truncation is None:
+    raise ValueError(
+      f"otb: level = {level!r} has no effect with truncation = None, where all weights are 1; set"
+      " truncation, or leave level out"
+    )
   check_choice("otb", "zero_tail", zero_tail, (True, False))
   check_choice("otb", "zero_constant", zero_constant, (True, False))
   names = ("policy_logprobs", "squared_probabilities")

@@ -233,7 +233,8 @@ def _update_kernel(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: T
     stats = statistics(toy, kernel, batch.tokens)
     value, metrics = parts.loss_of(
       recipe.loss, stats.logprobs, batch.behavior_logprobs, coefficients, batch.mask,
-      proximal_logprobs=stats.logprobs if recipe.loss.needs_proximal else None, veto=recipe.veto,
+      proximal_logprobs=stats.logprobs if recipe.loss.needs_proximal else None,
+      tokens=batch.tokens, veto=recipe.veto,
     )  # fmt: skip
     return value, (stats, metrics)
 
@@ -253,7 +254,8 @@ def gradient(toy: Toy, recipe: Recipe, kernel: Array, batch: TrainBatch) -> Arra
 
   def loss(kernel: Array) -> Array:
     logprobs = statistics(toy, kernel, batch.tokens).logprobs
-    return parts.loss_of(recipe.loss, logprobs, batch.behavior_logprobs, A, batch.mask)[0]
+    given = logprobs, batch.behavior_logprobs, A, batch.mask
+    return parts.loss_of(recipe.loss, *given, tokens=batch.tokens)[0]
 
   return jax.grad(loss)(kernel)
 

@@ -127,7 +127,7 @@ def corrected(loss: Loss, correction: Correction) -> Loss:
   return loss._replace(
     per_token=per_token,
     statistics=statistics if needs_statistics else None,
-    needs_proximal=three,
+    needs_proximal=three or loss.needs_proximal,
     ratio_to="sampler",
   )
 

@@ -21,7 +21,8 @@ def opd(*, student: str = "policy", discount: float = 0.0) -> Distillation:
     student: the policy whose log-probability is subtracted in g: "policy", π of each update; or
       "behavior", the sampler β, as in some published code. With "behavior" and stale rollouts, the
       expected gradient is not the gradient of a divergence. **open**.
-    discount: γ in [0, 1], per token.
+    discount: γ in [0, 1], per token of the dialogue: an environment's tokens discount too, as in
+      tinker-cookbook.
   Source: "On-Policy Distillation of Language Models" (arXiv:2306.13649); as an advantage "On-Policy
     Distillation" (Thinking Machines Lab 2025), tinker-cookbook, slime, verl.
   """

@@ -289,8 +289,6 @@ def _of_group(
   coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]
 ) -> tuple[Array, Array, Array]:
   """One group's shared energy, norm of the update, and bound; zeros for a group of one rollout."""
-  if gram.shape[0] < 2:
-    return jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
   count = masked_count(valid)

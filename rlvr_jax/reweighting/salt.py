@@ -181,6 +181,15 @@ def salt(
   check_order("salt", ("alpha_min", alpha_min), ("alpha_max", alpha_max))
   check_choice("salt", "positive_part", positive_part, (True, False))
   check_choice("salt", "channels", channels, CHANNELS)
+  if channels == "shared":
+    of_residual = dict(alpha_min=alpha_min, alpha_max=alpha_max, positive_part=positive_part)
+    defaults = dict(alpha_min=0.0, alpha_max=1.0, positive_part=True)
+    for name, value in of_residual.items():
+      if value != defaults[name]:
+        raise ValueError(
+          f"salt: {name} = {value} has no effect with channels = 'shared', which has no residual;"
+          " leave one of them out"
+        )
   check_choice("salt", "random_subspace", random_subspace, (True, False))
   if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
     raise ValueError(

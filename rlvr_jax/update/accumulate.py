@@ -97,20 +97,11 @@ def first_phase(
 
 
 def policy_logprobs(
-  trained: Params,
-  frozen: Params,
-  batch: TrainBatch,
-  *,
-  method: Method,
-  sampling: Sampling | None = None,
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
 ) -> tuple[Array, Array]:
-  """The log-probability and the entropy (nats) of every loss token, each f32[P, G, T].
-
-  Args:
-    sampling: the distribution whose log-probabilities and entropies are computed; None: π.
-  """
+  """The policy's log-probability and entropy (nats) of every loss token, each f32[P, G, T]."""
   method = method._replace(gram=None)
-  scores, _ = batch_forward(trained, frozen, batch, method=method, sampling=sampling)
+  scores, _ = batch_forward(trained, frozen, batch, method=method)
   return scores.logprobs, scores.entropy
 
 

@@ -18,9 +18,10 @@ from rlvr_jax.types import Params
 
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
-# Kernels [L, D, E] of the blocks, and the factors of their adapters.
+# Kernels [L, D, E] of the blocks, or [L, experts, D, E], and the factors of their adapters.
 _MATRIX = (
-  r"blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down|strength|decay)(/[ab])?$"
+  r"blocks/(delta/|full/|experts/)?(query|key|value|output_gate|output|strength|decay"
+  r"|(shared_)?(gate|up|down))(/[ab])?$"
 )
 # Norms, biases, the decay rates of recurrent states, and layer scales.
 _NOT_DECAYED = r"norm|bias|delta/scale|log_rate|layer_scale"
@@ -88,8 +89,8 @@ def muon(
   """Orthogonalized momentum for the kernels of each layer; `adamw` for all other parameters.
 
   The momentum M of a layer's D×E kernel has the singular value decomposition UΣVᵀ. The quintic
-  Newton–Schulz iteration replaces M by approximately UVᵀ. Embedding, head, norms and biases use
-  AdamW.
+  Newton–Schulz iteration replaces M by approximately UVᵀ. Each expert of a mixture has kernels of
+  its own. Embedding, head, routers of experts, norms and biases use AdamW.
 
   Args:
     learning_rate: the learning rate of the run, for both optimizers.
@@ -142,6 +143,10 @@ def sgd(
   """
   _check("sgd", momentum=momentum)
   check_choice("sgd", "nesterov", nesterov, (True, False))
+  if nesterov and not momentum:
+    raise ValueError(
+      "sgd: nesterov = True has no effect with momentum = 0; set momentum, or leave nesterov out"
+    )
   return optax.sgd(learning_rate, momentum=momentum or None, nesterov=nesterov)
 
 

@@ -14,6 +14,8 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.types import Array, Params, Prompts
 
+_REPORT_EVERY = 10  # steps between reports of a loss
+
 
 def supervised_step(
   state: tuple[Params, Any],
@@ -62,7 +64,6 @@ def warm_start(
   *,
   num_steps: int,
   report: Callable[[int, float], None],
-  report_every: int = 10,
 ) -> Params:
   """Runs `step` `num_steps` times and returns the trained parameters.
 
@@ -72,9 +73,9 @@ def warm_start(
     batches: (prompts, solutions, mask), as for `supervised_step`.
     step: `supervised_step`, jitted and donating its state.
     num_steps: number of updates.
-    report: called with a step's number and loss, but only when the next report is due or the last
-      step is dispatched: reading the loss earlier would leave the devices idle.
-    report_every: steps between reports; the last step is reported too.
+    report: called with the number and the loss of every tenth step and of the last one, but only
+      when the next report is due or the last step is dispatched: reading the loss earlier would
+      leave the devices idle.
   Raises:
     FloatingPointError: a loss to report is not finite.
   """
@@ -91,7 +92,7 @@ def warm_start(
 
   for index in range(1, num_steps + 1):
     state, value = step(state, frozen, *next(batches))
-    if index % report_every == 0 or index == num_steps:
+    if index % _REPORT_EVERY == 0 or index == num_steps:
       if unread:
         report_unread()
       unread.append((index, value))

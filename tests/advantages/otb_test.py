@@ -37,6 +37,11 @@ def _case(seed=0):
   return batch, distributions, tokens
 
 
+def test_a_level_without_weights_is_refused():
+  with pytest.raises(ValueError, match="level = 'sequence' has no effect with truncation = None"):
+    advantages.otb(level="sequence")
+
+
 def test_energies_are_the_squared_norms_of_the_gradient_by_the_logits():
   batch, distributions, tokens = _case()
   expected = np.square(np.eye(V)[tokens] - distributions).sum(-1)

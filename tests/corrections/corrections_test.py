@@ -129,6 +129,8 @@ def test_a_corrected_loss_takes_pi_prox_in_place_of_the_sampler():
   assert metric_value(metrics["correction/capped"]) == 0.5
   assert metric_value(metrics["correction/weight_mean"]) == pytest.approx(1.0)
   assert corrected.needs_proximal
+  anchored = losses.ppo_clip()._replace(needs_proximal=True)
+  assert corrections.corrected(anchored, corrections.opsm()).needs_proximal
 
 
 def test_without_proximal_logprobs_it_says_what_to_do():

@@ -307,6 +307,8 @@ def test_one_rollout_is_an_error_with_a_remedy():
     ({"positive_part": "yes"}, r"positive_part = 'yes' is unknown"),
     ({"channels": "main"}, r"channels = 'main' is unknown.*'both', 'residual', 'shared'"),
     ({"random_subspace": None}, r"random_subspace = None is unknown"),
+    ({"channels": "shared", "alpha_max": 0.5}, "alpha_max = 0.5 has no effect with channels"),
+    ({"channels": "shared", "positive_part": False}, "positive_part = False has no effect with"),
     ({"scope": "prompt"}, "scope = 'prompt' is not 'batch', 'group' or a number of rollouts ≥ 2"),
     ({"scope": "micro_batch"}, "scope = 'micro_batch' .* such as scope=8"),
     ({"scope": 1}, "scope = 1 is not 'batch', 'group' or a number of rollouts ≥ 2"),

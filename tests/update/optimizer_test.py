@@ -129,6 +129,23 @@ def test_muon_orthogonalises_layer_by_layer_and_leaves_the_rest_to_adamw(update_
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), found, adamw)
 
 
+def test_muon_orthogonalises_each_expert_and_leaves_the_router_to_adamw():
+  rng = np.random.default_rng(0)
+  shapes = dict(gate=(2, 3, 8, 4), shared_down=(2, 4, 8), router=(2, 8, 3), shared_weight=(2, 8, 1))
+  draw = lambda: {"experts": {n: jnp.asarray(rng.normal(size=x)) for n, x in shapes.items()}}
+  params, gradient = {"blocks": draw()}, {"blocks": draw()}
+  updated_by = lambda name, *given: updated(made(name, max_gradient_norm=None), *given)["blocks"]
+  found, adamw = (updated_by(name, params, gradient)["experts"] for name in ("muon", "adamw"))
+  # Six layers of one kernel each, which the test above compares with the formula.
+  flat = lambda tree: {"blocks": {"gate": tree["blocks"]["experts"]["gate"].reshape(6, 8, 4)}}
+  dense = updated_by("muon", flat(params), flat(gradient))["gate"]
+  np.testing.assert_allclose(found["gate"].reshape(6, 8, 4), dense, atol=1e-6)
+  for name in ("gate", "shared_down"):
+    assert not np.allclose(found[name], adamw[name], atol=1e-4)
+  for name in ("router", "shared_weight"):
+    np.testing.assert_array_equal(found[name], adamw[name])
+
+
 def test_lion_steps_by_the_sign_and_sgd_along_the_gradient():
   params, gradient = case()
   lion = updated(made("lion", max_gradient_norm=None), params, gradient)
@@ -176,6 +193,7 @@ def test_learning_rates(text, values):
     (optimizer, "muon(update_rms=0)", "muon: update_rms = 0 is not a number"),
     (optimizer, "muon(nesterov=1.5)", "muon: nesterov = 1.5 is unknown"),
     (optimizer, "sgd(momentum=-0.1)", "sgd: momentum = -0.1 is not a number"),
+    (optimizer, "sgd(nesterov=True)", "sgd: nesterov = True has no effect with momentum = 0"),
   ],
 )
 def test_bad_hyper_parameters_are_refused(package, text, message):

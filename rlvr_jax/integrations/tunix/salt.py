@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from tunix.models.gemma.model import Gemma
 from tunix.models.gemma3.model import Gemma3
@@ -135,22 +134,14 @@ def salt_coefficients(
       " rlvr_jax; use geometry.streaming() or geometry.sketch()"
     )
   batch = train_batch(train_example, num_generations)
-  B, scope = batch.rewards.size, method.scope
-  size = scope if isinstance(scope, int) else {"batch": B, "group": num_generations}[scope]
-  if B % size:
-    raise ValueError(
-      f"salt_coefficients: scope = {method.scope} asks for blocks of {size} rollouts, but the batch"
-      f" has {B}, which is not a multiple of {size}"
-    )
   inner_products = _gram(
     *split_head(model), train_example, batch, gram, temperature=temperature, ids=(pad_id, eos_id)
   )
-  blocks = inner_products.reshape(B // size, size, B // size, size)
-  blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
-  coefficients = train_example.advantages.reshape(-1, size)
-  valid = batch.valid.reshape(-1, size)
-  reweighted, metrics = method.apply(coefficients, blocks, valid, jax.random.key(0))
-  return reweighted.reshape(B), metrics
+  coefficients = train_example.advantages.reshape(-1, num_generations)
+  reweighted, metrics = method.on_batch(
+    coefficients, inner_products, batch.valid, jax.random.key(0)
+  )
+  return reweighted.reshape(-1), metrics
 
 
 def _gram(
