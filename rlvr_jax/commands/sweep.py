@@ -118,7 +118,7 @@ def read_runs(
 
 
 def _check_labels(owner: str, runs: Sequence[Run]) -> None:
-  """Checks that runs of one label differ only by the seed and by folders that depend on the seed.
+  """Checks that runs of one label differ only by the seed, and by their seeds in folders' names.
 
   Raises:
     ValueError: runs of one label differ by other fields.
@@ -126,13 +126,30 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
   first: dict[str, Run] = {}
   for run in runs:
     other = first.setdefault(run.label, run)
-    changed = sorted(set(run.flags) ^ set(other.flags))
-    of_seed = lambda flag: "/" in flag and not flag.startswith("--config=")
-    if mixed := [f for f in changed if not f.startswith("--config.seed=") and not of_seed(f)]:
+    own, others = (dict(flag.split("=", 1) for flag in r.flags) for r in (run, other))
+    differing = [
+      field
+      for field in sorted((own.keys() | others.keys()) - {"--config.seed"})
+      if not _are_alike(own.get(field), others.get(field), (run.seed, other.seed))
+    ]
+    if differing:
+      mixed = [f"{f}={v[f]}" for f in differing for v in (others, own) if f in v]
       raise ValueError(
         f"{owner}: the runs with the label {run.label!r} and seeds {other.seed} and {run.seed}"
         f" differ by more than the seed: {' '.join(mixed)}; give each method its own label"
       )
+
+
+def _are_alike(value: str | None, other: str | None, seeds: tuple[int, int]) -> bool:
+  """Whether two runs have equal values, or folders that differ only where each has its seed."""
+  if value is None or other is None or "/" not in value:
+    return value == other
+  pieces, others = (re.split(r"(\d+)", text) for text in (value, other))
+  as_text = tuple(map(str, seeds))
+  return len(pieces) == len(others) and all(
+    piece == of_other or (piece, of_other) == as_text
+    for piece, of_other in zip(pieces, others, strict=True)
+  )
 
 
 def _load_entries(path: str) -> list[Mapping[str, Any]]:
@@ -173,6 +190,9 @@ def _make_run(
       f"{owner}: {nested[0]!r} is a dict; set its fields one by one, such as"
       f' {{"{nested[0]}.field": value}}'
     )
+  label = entry.get("label") or _default_label(recipe, fields)
+  if not isinstance(label, str):
+    raise ValueError(f'{owner}: the label {label!r} is not text; write {{"label": "{label}"}}')
   texts = {path: str(value) for path, value in fields.items()} | dict(overrides)
   texts = {path: text.replace(WORKDIR, workdir) for path, text in texts.items()}
   flags = (f"--config={recipe}", *(f"--config.{path}={text}" for path, text in texts.items()))
@@ -180,7 +200,7 @@ def _make_run(
     config = config_file.read(flags, trusting=trusting)
   except ValueError as error:
     raise ValueError(f"{owner}, {dict(entry)}: {error}") from error
-  return Run(entry.get("label") or _default_label(recipe, fields), config.seed, flags)
+  return Run(label, config.seed, flags)
 
 
 def _default_label(recipe: str, fields: Mapping[str, Any]) -> str:

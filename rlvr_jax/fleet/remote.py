@@ -212,9 +212,6 @@ class RemoteSampler:
     """Tells the samplers that the trainer has all batches."""
     self._exchange.end(self._term)
 
-  def close(self) -> None:
-    """Does nothing: samplers wait for the next trainer."""
-
   def statistics(self) -> dict[str, float]:
     """Metrics: samplers that are alive, and counts since the start.
 

@@ -18,7 +18,14 @@ import sys
 from collections.abc import Sequence
 
 from rlvr_jax.launch import local, tpu_vm, xpk
-from rlvr_jax.launch.run import Run, parse_environment, parse_name, programs_of, sampler_name
+from rlvr_jax.launch.run import (
+  Run,
+  at_least,
+  parse_environment,
+  parse_name,
+  programs_of,
+  sampler_name,
+)
 from rlvr_jax.launch.shell import LaunchError, Shell, warn
 
 TARGETS = {"local": local, "tpu_vm": tpu_vm, "xpk": xpk}
@@ -38,12 +45,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--name", type=parse_name, help="name of the run")
     add("--all", action="store_true", help="for stop, without --name: all runs (tpu_vm: in --zone)")
     add("--dry_run", action="store_true", help="print commands; run none, or only list machines")
-    add("--retries", type=int, default=20, help="restarts after failures or preemptions")
+    text = "restarts after failures or preemptions"
+    add("--retries", type=at_least(0), default=20, help=text)
     add("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     add("--samplers", type=int, help="number of programs that sample for this run; for start")
     text = "FIELD=VALUE of the configuration, for samplers only, such as mesh.tensor=4"
     add("--sampler_config", action="append", default=[], help=text)
-    add("--sampler", type=int, help="for logs: number of a sampler; default: the trainer")
+    add("--sampler", type=at_least(0), help="for logs: number of a sampler; default: the trainer")
     module.add_flags(target)
   return parser
 
@@ -60,6 +68,11 @@ def main(argv: Sequence[str]) -> None:
   target, shell = TARGETS[args.target], Shell(dry_run=args.dry_run)
   if args.all != (args.name is None) or (args.all and args.verb != "stop"):
     raise LaunchError("give --name=NAME; or stop every run with `stop --all`, without --name")
+  if args.sampler is not None and args.verb != "logs":
+    raise LaunchError(
+      f"--sampler={args.sampler} goes with `logs` alone; `{args.verb}` concerns the run and all of"
+      " its samplers"
+    )
   if args.verb == "start":
     run = Run(args.name, flags, parse_environment(args.env), args.retries)
     target.start(programs_of(run, args.samplers, args.sampler_config), args, shell)

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rlvr_jax.launch.run import Run
+from rlvr_jax.launch.run import Run, at_least
 from rlvr_jax.launch.shell import LaunchError, Shell, say
 
 _LOG = "process_0.log"
@@ -33,9 +33,9 @@ _SAVE_S = 300.0  # seconds for a run to save and end when it is asked to
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("--processes", type=int, default=2, help="processes of the run")
-  add("--devices", type=int, default=1, help="CPU devices of each process")
-  add("--sampler_processes", type=int, default=1, help="processes of each sampler")
+  add("--processes", type=at_least(1), default=2, help="processes of the run")
+  add("--devices", type=at_least(1), default=1, help="CPU devices of each process")
+  add("--sampler_processes", type=at_least(1), default=1, help="processes of each sampler")
 
 
 def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlvr_jax.launch.shell import LaunchError
@@ -87,6 +87,17 @@ def parse_name(name: str) -> str:
       " hyphen last"
     )
   return name
+
+
+def at_least(low: int) -> Callable[[str], int]:
+  """A parser of integers of at least `low`; for argparse."""
+
+  def parse(text: str) -> int:
+    if not re.fullmatch(r"-?\d+", text) or int(text) < low:
+      raise argparse.ArgumentTypeError(f"{text!r}: give an integer, {low} or more")
+    return int(text)
+
+  return parse
 
 
 def parse_environment(pairs: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import NamedTuple
 
+from rlvr_jax.launch.run import at_least
 from rlvr_jax.launch.shell import LaunchError
 
 
@@ -67,7 +68,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--zone", required=True, help="such as us-west4-a")
   add("--project", default="", help="default: gcloud's project")
   add("--type", default="", help="slice in Cloud's spelling: v5litepod-64, v5p-32; for start")
-  add("--num_slices", type=int, default=1, help="number of slices; must divide config.mesh.data")
+  text = "number of slices; must divide config.mesh.data"
+  add("--num_slices", type=at_least(1), default=1, help=text)
   add("--sampler_type", default="", help="slice of each sampler; default: --type")
   text = "cheaper machines, preempted at any time: for all programs, or for samplers only"
   add("--spot", nargs="?", choices=("all", "samplers"), const="all", help=text)

@@ -14,7 +14,7 @@ import pathlib
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -153,8 +153,7 @@ def start(programs: Sequence[Run], args: argparse.Namespace, shell: Shell) -> No
   if args.keep:
     say(f"the machines of {args.name} still exist: `stop` deletes them")
   else:
-    for resource in _resources(args.name, args, shell):
-      resource.delete()
+    _of_each(_resources(args.name, args, shell), QueuedResource.delete)
 
 
 def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
@@ -169,14 +168,13 @@ def status(name: str, args: argparse.Namespace, shell: Shell) -> None:
 
 def logs(name: str, args: argparse.Namespace, shell: Shell) -> None:
   """Prints the output of a program's process 0 as it appears, until Ctrl-C."""
-  num_slices = args.num_slices if name == args.name else 1
+  num_slices = _num_slices(name, args, shell) if name == args.name else 1
   shell.run(QueuedResource(name, num_slices, args, shell).follow_command("100"))
 
 
 def stop(name: str, args: argparse.Namespace, shell: Shell) -> None:
   """Asks the run to save and end, and its samplers to end; then deletes all machines."""
-  for resource in _resources(name, args, shell):
-    resource.stop()
+  _of_each(_resources(name, args, shell), QueuedResource.stop)
 
 
 def stop_all(args: argparse.Namespace, shell: Shell) -> None:
@@ -225,8 +223,35 @@ def _place(args: argparse.Namespace) -> list[str]:
 
 def _resources(name: str, args: argparse.Namespace, shell: Shell) -> list[QueuedResource]:
   """The run's machines, and then its samplers' machines."""
-  run = QueuedResource(name, args.num_slices, args, shell)
+  run = QueuedResource(name, _num_slices(name, args, shell), args, shell)
   return [run, *(QueuedResource(name, 1, args, shell) for name in run.samplers())]
+
+
+def _num_slices(name: str, args: argparse.Namespace, shell: Shell) -> int:
+  """The number of slices that a run's machines were made with; in a dry run --num_slices."""
+  if shell.dry_run:
+    return args.num_slices
+  labels = {listed: label for listed, _, label in _listed(args, shell)}
+  return int(labels.get(name) or args.num_slices)
+
+
+def _of_each(resources: Sequence[QueuedResource], action: Callable[[QueuedResource], None]) -> None:
+  """Stops or deletes all resources, also if that fails for one of them.
+
+  Raises:
+    LaunchError: it has failed for some.
+  """
+  failed = []
+  for resource in resources:
+    try:
+      action(resource)
+    except CommandError as error:  # it may be gone already; the others cost money
+      warn(str(error))
+      failed.append(resource.name)
+  if failed:
+    raise LaunchError(
+      f"could not delete {', '.join(failed)}; `status` says whether its machines still exist"
+    )
 
 
 # --- supervision ----------------------------------------------------------------------------------

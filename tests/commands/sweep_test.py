@@ -70,6 +70,12 @@ def test_every_override_becomes_a_run(tmp_path):
   assert command[-1] == f"--workdir=runs/x/{found[1].name}"
 
 
+def test_folders_of_one_label_may_have_the_seed_in_their_names(tmp_path):
+  folder = "{workdir}/run_2/"  # in which 2 is no seed
+  listed = [{"label": "a", "seed": n, "start.checkpoint": f"{folder}b_{n}"} for n in (2, 10)]
+  assert [run.seed for run in runs(tmp_path, listed)] == [2, 10]
+
+
 def test_labels_of_other_scripts_have_folders_of_their_own(tmp_path):
   labels = ["GRPO", "μ-GRPO", "α", "β", "学习", "é", "a_-+b", ".x"]
   names = [run.name for run in runs(tmp_path, [{"label": label} for label in labels])]
@@ -87,6 +93,10 @@ def test_labels_of_other_scripts_have_folders_of_their_own(tmp_path):
      r"several runs have the name 'grpo_0', from the label 'GRPO\+' and 'grpo-'; .* other letters"),
     ([{"label": "a", "loss": "ppo_clip"}, {"label": "a", "loss": "reinforce", "seed": 1}], {},
      r"label 'a' and seeds 0 and 1 differ by more than the seed: --config.loss=ppo_clip --config"),
+    ([{"label": "a", "start.checkpoint": f"/runs/{name}/{seed}", "seed": seed}
+      for seed, name in enumerate("bc")], {}, r"seed: --config.start.checkpoint=/runs/b/0 .*/c/1"),
+    ([{"label": "a", "tokenizer": "/t"}, {"label": "a", "seed": 1}], {}, r"--config.tokenizer=/t;"),
+    ([{"label": 3}], {}, r'the label 3 is not text; write \{"label": "3"\}'),
     ([{"seed": 0}, {"seed": 1}], {"seed": "3"}, r"--config\.seed applies to all runs, but .*sev"),
     ([{"model.overrides": {"width": 8}}], {}, r"'model\.overrides' is a dict; set its fields one"),
     ([], {}, r"get_sweep\(\) returned \[\]; it must be a list of dicts, one per run"),

@@ -163,6 +163,7 @@ NOT_MOUNTED = "on a file system that is not mounted"
     ("tpu_vm stop --zone=a", [], ALL),
     (f"tpu_vm stop --all {PLACE}", [], ALL),
     ("tpu_vm start --all --zone=a", PROGRAM, ALL),
+    (f"tpu_vm stop {PLACE} --sampler=1", [], "--sampler=1 goes with `logs` alone"),
     ("xpk stop --all --zone=a --cluster=b", [], "xpk cluster delete --cluster=b --zone=a"),
     (f"tpu_vm logs {PLACE}", PROGRAM, "`logs` takes no flags of rlvr_jax.main; leave out --c"),
     (f"xpk start {CLUSTER} --type=v5p-32", PROGRAM, "--image is needed"),
@@ -189,6 +190,13 @@ def test_names_are_those_that_every_target_accepts(launch, capsys, name):
   with pytest.raises(SystemExit):
     launch(f"local status --name={name}")
   assert "use up to 28 lowercase letters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["retries=-1", "processes=0", "devices=x"])
+def test_numbers_of_programs_are_checked(launch, capsys, flag):
+  with pytest.raises(SystemExit):
+    launch(f"local start --name=a --{flag} --dry_run", PROGRAM)
+  assert f"{flag.partition('=')[2]!r}: give an integer, " in capsys.readouterr().err
 
 
 PLACES = {"ZONE": "us-east5-a", "REGION": "us-east5", "PROJECT": "mine", "BUCKET": "mine"}
@@ -612,6 +620,27 @@ def test_machines_that_stop_all_cannot_delete_are_named(capsys):
   with pytest.raises(LaunchError, match="machines still exist and are billed: try, other; run"):
     tpu_vm.stop_all(argparse.Namespace(zone="here", project=""), Stuck())
   assert deleted == ["try", "try", "other", "other"]  # each is stopped, then deleted
+
+
+def test_stop_deletes_samplers_whose_trainer_is_gone_and_knows_the_slices():
+  class Gone(Shell):
+    def capture(self, command):
+      if "filter" in " ".join(command):
+        return "try-sampler-0\ntry-sampler-1\n"
+      return "try\tACTIVE\t2\ntry-sampler-0\tACTIVE\t1\n"
+
+    def run(self, command):
+      told.append(f"{command[4]} {command[5]}")
+      if told[-1] == "delete try":
+        raise CommandError("NOT_FOUND")
+
+  told = []
+  with pytest.raises(LaunchError, match="could not delete try; `status` says"):
+    tpu_vm.stop("try", argparse.Namespace(zone="here", project="", num_slices=1), Gone())
+  assert told == [
+    *("ssh try-0", "ssh try-1", "delete try"),
+    *("ssh try-sampler-0", "delete try-sampler-0", "ssh try-sampler-1", "delete try-sampler-1"),
+  ]
 
 
 class Cloud(Shell):

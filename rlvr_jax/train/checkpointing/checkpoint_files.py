@@ -240,13 +240,22 @@ def _report_damage(directory: pathlib.Path) -> Iterator[None]:
         f"the checkpoint {directory} cannot be read: {shorten_error(error)}. Check the network and"
         " the account's role (roles/storage.objectUser), then rerun the same command"
       ) from error
-    if isinstance(error, MemoryError) or is_out_of_descriptors(error):
+    if _is_out_of_memory(error) or is_out_of_descriptors(error):
       raise CheckpointError(
         f"the checkpoint {directory} cannot be read: {shorten_error(error)}"
       ) from error
     raise TornCheckpointError(
       f"the checkpoint {directory} is damaged: {shorten_error(error)}"
     ) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+  """Whether the cause of an error is that the host or a device has too little memory."""
+  while error is not None:
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+      return True
+    error = error.__cause__ or error.__context__
+  return False
 
 
 def _named_leaves(tree: object) -> dict[str, Any]:

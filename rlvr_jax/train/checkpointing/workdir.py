@@ -181,7 +181,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
       " workdir is newer than that run: resume the run with the version of rlvr_jax that began it."
       f"{renamed}"
     )
-  if new != old and new.get("fleet", {}).get("samplers", False):
+  if new != old and any(config.get("fleet", {}).get("samplers", False) for config in (old, new)):
     _write_config(path, new)
 
 

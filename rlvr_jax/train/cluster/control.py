@@ -23,7 +23,11 @@ from rlvr_jax.storage.files import JSON
 _HANDSHAKE_S = 10.0  # seconds to wait for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
 # A host that loses power does not close its connections: it counts as dead after 40 s of silence.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+# The last of these, in ms, is for a connection with a message on its way: it gets no probes.
+_KEEP_ALIVE = {
+  **{"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3},
+  "TCP_USER_TIMEOUT": 40_000,
+}
 
 
 class ControlError(RuntimeError):

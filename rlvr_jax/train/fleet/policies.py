@@ -157,14 +157,6 @@ def read_name(folder: pathlib.Path, version: int) -> Policy | None:
     return None
 
 
-class Restoring(NamedTuple):
-  """A restored policy, and what it took to restore the policy."""
-
-  params: Params
-  seconds: float  # time to restore the policy
-  bytes: int  # bytes of the policy on this process's devices
-
-
 class PolicyReader:
   """Restores published policies onto the devices of a sampler, which read only their shards."""
 
@@ -180,8 +172,8 @@ class PolicyReader:
     self._damaged: dict[Policy, float] = {}  # when damage of a policy was first seen
     self._abstract = abstract
 
-  def restore(self, policy: Policy) -> Restoring:
-    """Restores a policy.
+  def restore(self, policy: Policy) -> Params:
+    """Restores the parameters of a policy.
 
     In a sampler of one process, this also verifies every leaf; with several processes, call
     `verify` afterwards.
@@ -193,7 +185,6 @@ class PolicyReader:
       CheckpointError: the policy has another network, so that this sampler cannot use it.
       UnreachableError: the bucket does not respond.
     """
-    began = time.perf_counter()
     folder = self._folder / str(policy.version)
     gone = PolicyGoneError(
       f"version {policy.version} of the policy, with fingerprint {policy.fingerprint}, is no longer"
@@ -217,8 +208,8 @@ class PolicyReader:
       raise
     if found.host.get("fingerprint") != policy.fingerprint:
       raise gone
-    own = sum(s.data.nbytes for x in jax.tree.leaves(found.state) for s in x.addressable_shards)
-    return Restoring(found.state, time.perf_counter() - began, own)
+    params: Params = found.state
+    return params
 
   def verify(self, policy: Policy, params: Params) -> None:
     """Verifies every leaf of a restored policy; all processes call it together.
@@ -230,7 +221,7 @@ class PolicyReader:
     """
     try:
       verify_state(self._folder / str(policy.version), params)
-    except CheckpointError as error:
+    except TornCheckpointError as error:
       self._raise_if_damaged(policy, error)
       raise PolicyGoneError(str(error)) from error
 

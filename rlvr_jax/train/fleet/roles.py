@@ -357,7 +357,7 @@ def _offer(inner: ComparedSampler, reader: PolicyReader, version: int, fingerpri
     PolicyGoneError: the policy is gone for at least one process; all processes raise this.
   """
   policy = published.Policy(version, fingerprint)
-  params = _unless_gone(lambda: reader.restore(policy)).params
+  params = _unless_gone(lambda: reader.restore(policy))
   _unless_gone(lambda: reader.verify(policy, params))
   inner.offer(Policy(version, params, lambda: fingerprint))
 
@@ -391,23 +391,22 @@ def sample_for(
     RefusedError: the trainer has other code, another configuration or other data.
   """
   reader = PolicyReader(folder / WEIGHTS, policy)
-  if not multihost.is_first():
-    return follow(sampler, reader)
-  restore = lambda version, fingerprint: (
-    reader.restore(published.Policy(version, fingerprint)).params
-  )
+  restore = lambda version, fingerprint: reader.restore(published.Policy(version, fingerprint))
   leader = Leader(sampler, reader)
   is_alone = multihost.num_processes() == 1
-  program.run_sampler(
-    Exchange(open_objects(folder / FOLDER)),
-    sampler if is_alone else leader,
-    settings,
-    restore if is_alone else lambda version, fingerprint: {},  # the leader restores policies
-    ends_run=OF_THE_RUN,
-    stop=_is_ending if is_alone else leader.is_ending,
-    say=say,
-  )
-  if shutdown_requested():
+  if multihost.is_first():
+    program.run_sampler(
+      Exchange(open_objects(folder / FOLDER)),
+      sampler if is_alone else leader,
+      settings,
+      restore if is_alone else lambda version, fingerprint: {},  # the leader restores policies
+      ends_run=OF_THE_RUN,
+      stop=_is_ending if is_alone else leader.is_ending,
+      say=say,
+    )
+  else:
+    follow(sampler, reader)
+  if multihost.any_process(shutdown_requested()):
     raise EndRequestedError("shutdown requested")
 
 

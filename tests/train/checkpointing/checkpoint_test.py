@@ -381,14 +381,20 @@ def test_a_checkpoint_under_another_number_is_damaged(pristine, tmp_path, capsys
   assert re.search(r"copy/12 is damaged: .*step 2, in a directory of another step", said)
 
 
-def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch):
+@pytest.mark.parametrize(
+  ("cause", "words"),
+  [
+    (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "open files"),
+    (MemoryError("std::bad_alloc"), "restoring failed"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), "restoring failed"),
+  ],
+)
+def test_what_the_process_lacks_is_no_damage(pristine, monkeypatch, cause, words):
   def fails(*_, **__):
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    raise ValueError(f"restoring failed: {cause.args[-1]}") from cause  # as Orbax wraps it
 
   monkeypatch.setattr(checkpoint_files.ocp.PyTreeCheckpointHandler, "restore", fails)
-  with pytest.raises(
-    checkpoint_files.CheckpointError, match=r"3 cannot be read: .*open files"
-  ) as e:
+  with pytest.raises(checkpoint_files.CheckpointError, match=rf"3 cannot be read: .*{words}") as e:
     restore(pristine[0])
   assert not isinstance(e.value, checkpoint_files.TornCheckpointError)
 

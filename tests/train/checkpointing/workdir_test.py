@@ -63,6 +63,8 @@ def test_config_json_follows_the_last_start_of_a_run_with_samplers(tmp_path):
   with pytest.raises(WorkdirError):
     check_config(workdir, json.dumps(fleet | {"seed": 2}), may_differ=["fleet"])
   assert written() == fleet
+  check_config(workdir, json.dumps(alone), may_differ=["fleet"])
+  assert written() == alone  # samplers that come now are told that it has none
 
 
 def test_a_newer_field_has_what_earlier_runs_had(tmp_path):
