@@ -197,7 +197,7 @@ def get_config() -> ConfigDict:
     every=50,  # updates, at least 1; always before the first and after the last update
     num_samples=4,  # answers per problem
     ks=(1, 4),  # k of pass@k
-    batch_prompts=64,  # problems per generated batch
+    batch_prompts=64,  # problems per batch; a resumed evaluation begins with a batch
     sampling=dataclasses.asdict(Sampling()),  # temperature, top_k, top_p, min_p, as above
     seed=12345,
     grader="",  # for held-out problems, such as "mathematics"; "": the task's grader

@@ -38,7 +38,6 @@ MISTAKES = [
   (dict(batch__tokens_per_micro_batch=-1), r"config\.batch: tokens_per_micro_batch = -1 is not an"),
   (dict(batch__tokens_per_row=512, mesh__fsdp=4),
    r"8 prompts with 4 rollouts each fill at most 3 rows of 512 tokens, fewer than the 4 devices"),
-  (dict(evaluation__batch_prompts=5, mesh__fsdp=2), r"config\.evaluation\.batch_prompts = 5"),
   (dict(warm_start__batch_size=9, mesh__data=2), r"config\.warm_start\.batch_size = 9"),
   (dict(mesh__data=16), r"16·1·1 = 16 devices, but there are 8"),
   (dict(mesh__tensor=0), r"config\.mesh = .*'tensor': 0.* at least 1"),
@@ -400,6 +399,8 @@ def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
     num_updates=20,
     diagnostics__every=5,
     generation_deadline_s=1.0,
+    environment__processes=3,
+    environment__memory_mib=512,
   )
   check_config(workdir, more.to_json(), may_differ=may_differ(more, schedule))
   assert "num_updates" not in may_differ(tiny.config(), schedule)  # its learning rate decays

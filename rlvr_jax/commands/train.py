@@ -28,6 +28,7 @@ from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.report import write_report
 from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.teachers import TeacherError
 
 # Errors that end a run with a message that says how to fix them, without a traceback.
 FAILURES = (
@@ -52,6 +53,7 @@ FAILURES = (
   ReplayError,
   SamplerStoppedError,
   StoreError,
+  TeacherError,
   TornShardError,
   WorkdirError,
   multihost.OtherProcessError,

@@ -17,7 +17,7 @@ from rlvr_jax.rollouts.sampler import (
   ThreadSampler,
 )
 from rlvr_jax.rollouts.sources import Sources
-from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import JsonObject
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, sharding
@@ -261,7 +261,7 @@ def resume(run: Run, resumed: Resumed) -> RunState:
   if resumed.damaged:
     # Damaged batches are sampled again: drawing goes on with the first damaged batch.
     missing = min(resumed.damaged)
-    before = run.store.info(missing - 1)["after"] if missing else None
+    before = _info(run.store, missing - 1)["after"] if missing else None
     position = Position(**before) if before else run.batches.position()
   run.batches.move_to(position)
   pending = max(position.number - run.plan.schedule.first(resumed.step), 0)
@@ -273,3 +273,14 @@ def resume(run: Run, resumed: Resumed) -> RunState:
   return RunState(
     resumed.step, resumed.state, position, host.counters, host.evaluation, host.evaluated
   )
+
+
+def _info(store: RolloutStore, number: int) -> JsonObject:
+  """The info of a batch; StoreError if the store has lost the batch."""
+  try:
+    return store.info(number)
+  except KeyError as error:
+    raise StoreError(
+      f"the store has lost batch {number}, which says where drawing goes on; put the batch back, or"
+      " use another --workdir"
+    ) from error

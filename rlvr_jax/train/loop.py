@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlvr_jax.rollouts.batches import Batch, Batches, Position
@@ -235,19 +235,31 @@ def save(run: Run, now: RunState) -> None:
     written=run.log.writer.written(now.step),
   )
   measured = now.evaluated == now.step
+  return_to = oldest_to_return_to(run.plan.schedule, now)
   run.checkpointer.save(
     now.step,
     now.state,
     host=host.to_json(),
     arrays=arrays,
     metric=now.evaluation[run.evaluation.metric] if measured else None,
-    keep_at_or_before=oldest_to_return_to(run.plan.schedule, now),
+    keep_at_or_before=return_to,
   )
-  complete = run.checkpointer.steps()[-run.plan.keep :]
-  if complete and not run.plan.keeps_used:
-    # A run that resumes from one of the last checkpoints may train on these batches: keep them.
-    needed = run.plan.schedule.first(complete[0])
+  steps = run.checkpointer.steps()
+  if steps and not run.plan.keeps_used:
+    needed = run.plan.schedule.first(oldest_resumed(steps, run.plan.keep, return_to))
     multihost.run_on_first(lambda: remove_used(run.store, needed), None)
+
+
+def oldest_resumed(steps: Sequence[int], keep: int, return_to: int | None) -> int:
+  """The oldest checkpoint from which a run may resume, and so train on batches after it.
+
+  Args:
+    steps: steps of the complete checkpoints, ascending; at least one.
+    keep: number of the latest checkpoints.
+    return_to: the result of `oldest_to_return_to`.
+  """
+  earlier = [step for step in steps if return_to is not None and step <= return_to]
+  return min([*steps[-keep:], *earlier[-1:]])
 
 
 def oldest_to_return_to(schedule: Schedule, now: RunState) -> int | None:

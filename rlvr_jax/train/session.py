@@ -44,7 +44,7 @@ from rlvr_jax.train.setup.grading import (
   check_first_messages,
 )
 from rlvr_jax.train.setup.programs import RowTokens
-from rlvr_jax.train.setup.teachers import read_problem
+from rlvr_jax.train.setup.teachers import TeacherError, read_problem
 from rlvr_jax.train.start import parameters
 from rlvr_jax.train.start.every_line import check_every_line, check_every_problem
 from rlvr_jax.train.start.first_params import load_from_other_run, warm_start
@@ -157,10 +157,11 @@ def open_session(
     )
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
+    step = 0  # of the other run that this run starts with
     if warm:
-      params = warm.state
+      params, step = warm.state, warm.step
     elif config.start.checkpoint:
-      params = load_from_other_run(config.start, parts.initial, records_to, warm_starts)
+      params, step = load_from_other_run(config.start, parts.initial, records_to, warm_starts)
     else:
       params = parts.initial.trained()  # cheap to recompute, so they are not saved
     multihost.run_on_first(files.keep, None)
@@ -196,9 +197,14 @@ def open_session(
     else:
       stateful = jax.tree.leaves(placement.state.advantage_state)
       entropy = run.first_entropy(params) if stateful else 0.0
+      moments_of = None
+      if config.start.optimizer:
+        moments_of = parameters.start_folder(config.start.checkpoint, step)
       now = begin(
         run,
-        parameters.first_state(parts.method, placement.state, params, entropy, start=config.start),
+        parameters.first_state(
+          parts.method, placement.state, params, entropy, moments_of=moments_of
+        ),
       )
     del params, warm, resumed  # the run keeps what it needs
     if config.fleet.samplers:
@@ -211,7 +217,14 @@ def open_session(
 
 
 def check_teachers(parts: Parts) -> None:
-  """Raises ValueError unless teachers fit the policy and problems have the fields for teachers."""
+  """Raises TeacherError unless teachers fit the policy, and problems have what teachers read."""
+  try:
+    _check_teachers(parts)
+  except ValueError as error:
+    raise TeacherError(str(error)) from error
+
+
+def _check_teachers(parts: Parts) -> None:
   for teacher in parts.teachers:
     teacher.check(parts.tokenizer)
 

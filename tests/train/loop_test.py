@@ -13,6 +13,7 @@ from train import tiny
 from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.batch import permute_rewards
+from rlvr_jax.train import loop
 from rlvr_jax.train.setup.build import build
 
 SEED = 2  # some rewards of the first batch differ, so that its update has a signal
@@ -258,6 +259,13 @@ def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
   for path in sorted((whole / "geometry").iterdir()):
     with np.load(path) as expected, np.load(killed / "geometry" / path.name) as found:
       assert all(np.array_equal(found[name], expected[name]) for name in expected.files)
+
+
+@pytest.mark.parametrize(
+  ("return_to", "oldest"), [(None, 80), (85, 80), (58, 50), (50, 50), (40, 80)]
+)
+def test_batches_of_the_checkpoint_to_go_back_to_are_kept(return_to, oldest):
+  assert loop.oldest_resumed([50, 80, 90], 2, return_to) == oldest
 
 
 # --- control --------------------------------------------------------------------------------------

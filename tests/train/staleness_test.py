@@ -278,9 +278,7 @@ def session(parts, tmp_path):
     answers = lambda: Answers(these.tokenizer, next(makers))  # the first are those of training
     rows = tiny.run_rows(these)
     run = begin.make_run(these, rows, frozen, log, saved, answers, store, initial=params)
-    state = parameters.first_state(
-      these.method, these.placement.state, params, 0.0, start=these.config.start
-    )
+    state = parameters.first_state(these.method, these.placement.state, params, 0.0)
     now = begin.begin(run, state)
     if schedule.threaded:
       run = begin.in_a_thread(run, these.config.generation_deadline_s)

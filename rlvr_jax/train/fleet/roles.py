@@ -64,7 +64,7 @@ OF_A_SAMPLER = (
   *("grading.num_workers", "environment.processes", "generation_deadline_s"),
 )
 # Fields that a resumed run may change; its samplers then use the new values.
-_SETTINGS = ("fleet", "grading", "max_behavior_gap")
+_SETTINGS = ("fleet", "grading", "environment", "max_behavior_gap")
 
 
 class ForeignGraderError(RefusedError):

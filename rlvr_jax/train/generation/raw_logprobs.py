@@ -55,8 +55,6 @@ def replace_with_raw(
   Returns:
     (the groups, metrics of the differences by source).
   """
-  if not any(source.raw for source in sources):
-    return [*groups], {}
 
   def raw_of(few: Sequence[Group]) -> np.ndarray:
     """f32[P, G, T], raw log-probabilities of a few groups."""

@@ -292,13 +292,15 @@ def other_policy(
     mesh: the mesh of generation.
     step: the step of the other run's checkpoint that this run began with; None for a new run.
   Raises:
-    ValueError: the folder has no run, the run has no checkpoint of this step, or tokenizers differ.
+    ValueError: the folder has no run, the run has adapters or no checkpoint of this step, or
+      tokenizers differ.
   """
   workdir = parse_path("config.sources.checkpoint.workdir", settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
     model_config = model_settings(theirs["model"])
     tokens = (theirs["tokenizer"], model_config.vocab_size)
+    rank = theirs["lora"]["rank"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"config.sources.checkpoint.workdir = {settings.workdir!r} has no valid config.json of a run"
@@ -309,6 +311,11 @@ def other_policy(
       f"config.sources.checkpoint.workdir = {settings.workdir!r}: that run's tokenizer and"
       f" vocab_size are {tokens}, but this run's are {(tokenizer, model.config.vocab_size)}; choose"
       " a run with the same tokenizer and vocab_size"
+    )
+  if rank:
+    raise ValueError(
+      f"config.sources.checkpoint.workdir = {settings.workdir!r}: the checkpoints of that run have"
+      f" only adapters (config.lora.rank = {rank}); choose a run without adapters"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = saved_steps(workdir / "checkpoints")
@@ -326,7 +333,7 @@ def other_policy(
 
 
 def max_gap(
-  configured: float | None,
+  configured: float,
   network: TransformerConfig,
   sampling: Sampling,
   *,
@@ -338,7 +345,7 @@ def max_gap(
   differences by it.
 
   Args:
-    configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.
+    configured: `config.max_behavior_gap`, at temperature 1; 0 for the default.
     network: settings of the policy's network.
     sampling: the source's distribution.
     rounded: whether the sampler's cache has 8 bits, so that the sampler differs from the trainer's

@@ -388,7 +388,7 @@ def make_sampler(
   if generation_mesh is mesh:
     return PlacedModel(model, mesh)
   tensor = generation_mesh.shape["tensor"]
-  checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
+  checks.check_sampling_heads(model.config, tensor)
   # On other devices, the parameters are moved before they are used.
   alike = sharding.has_same_devices(generation_mesh, mesh)
   parameters = mesh if alike else generation_mesh

@@ -59,13 +59,9 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
       f" with 1 ≤ k ≤ config.evaluation.num_samples = {limit}"
     )
   sharding.check_batch("config.batch.prompts", config.batch.prompts, mesh)
-  sharding.check_batch("config.evaluation.batch_prompts", evaluation.batch_prompts, mesh)
   batches = {
     "config.batch.prompts · config.batch.group_size": (
       config.batch.prompts * config.batch.group_size
-    ),
-    "config.evaluation.batch_prompts · config.evaluation.num_samples": (
-      evaluation.batch_prompts * evaluation.num_samples
     ),
   }
   if warm_start.num_steps:
@@ -98,14 +94,14 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
     )
 
 
-def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
-  """Raises ValueError unless `sampling_splits` is true; the message begins with `owner`."""
+def check_sampling_heads(network: TransformerConfig, tensor: int) -> None:
+  """Raises ValueError unless `sampling_splits` is true of `config.generation_mesh`."""
   if not sampling_splits(network, tensor):
     heads = network.num_heads
     allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
     raise ValueError(
-      f"{owner}: tensor = {tensor} does not split {heads} query heads and {_key_heads(network)}"
-      f" key/value heads; choose one of {allowed}"
+      f"config.generation_mesh: tensor = {tensor} does not split {heads} query heads and"
+      f" {_key_heads(network)} key/value heads; choose one of {allowed}"
     )
 
 
@@ -166,6 +162,12 @@ def check_schedule(config: ml_collections.ConfigDict, schedule: staleness.Schedu
       ),
     }
     check_reasons("", reasons)
+  if schedule.recorded is not None and schedule.recorded.has_several and is_raw:
+    raise ValueError(
+      "config.sources.temperature.recorded = 'raw' needs one policy per batch, but several policies"
+      f" sampled a batch of the run that config.schedule = {name!r} repeats; set recorded ="
+      " 'sampled'"
+    )
   if fleet.new_weights != FINISH and schedule.recorded is None:
     reasons = {
       f"config.schedule = {name!r} never changes weights within a response; set config.schedule ="
@@ -301,6 +303,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
+  fields += ["environment.processes", "environment.deadline_s", "environment.memory_mib"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
   fields += ["fleet", "generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]

@@ -276,21 +276,29 @@ class Parser(config_flags.ConfigFileFlagParser):
 
 
 def is_trusting(argv: Sequence[str]) -> bool:
-  """Whether --trust_run is among the flags of a command."""
+  """Whether --trust_run is among the flags of a command and its flag files."""
+  argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
   return any(re.fullmatch("--?trust_run(=(true|True|1))?", flag) for flag in argv)
 
 
 def _find_code(values: JsonObject) -> Iterator[tuple[str, str]]:
   """Yields (field, text) for each field that makes a run execute code from outside this package."""
   yield from specs.outside_package(values)
-  grading, task = values.get("grading") or {}, values.get("task") or {}
-  if consent := grading.get("unsandboxed_code"):
+  if consent := (values.get("grading") or {}).get("unsandboxed_code"):
     yield "config.grading.unsandboxed_code", str(consent)
-  graders = {"grading.grader": grading, "task.kwargs.grader": task.get("kwargs") or {}}
-  for field, section in graders.items():
-    text = section.get("grader") if isinstance(section, Mapping) else None
-    if isinstance(text, str) and text.partition("(")[0].strip() in _NAMED_BY_DATA:
-      yield f"config.{field}", text
+  yield from _named_by_data(values, "config")
+
+
+def _named_by_data(value: object, field: str) -> Iterator[tuple[str, str]]:
+  """Yields (field, text) for each grader, anywhere in a configuration, that the data name."""
+  if isinstance(value, Mapping):
+    for name, part in value.items():
+      yield from _named_by_data(part, f"{field}.{name}")
+  elif isinstance(value, list | tuple):
+    for index, part in enumerate(value):
+      yield from _named_by_data(part, f"{field}[{index}]")
+  elif isinstance(value, str) and value.partition("(")[0].strip() in _NAMED_BY_DATA:
+    yield field, value
 
 
 def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:
@@ -399,8 +407,10 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 
 def recipe_path(argv: Sequence[str]) -> str:
-  """The path of the configuration file, as given on the command line."""
-  return _file_flag(argv).partition("=")[2]
+  """The path of the configuration file, as given on the command line or in a flag file."""
+  return _file_flag(flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)).partition("=")[
+    2
+  ]
 
 
 def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:

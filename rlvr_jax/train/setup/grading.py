@@ -307,8 +307,8 @@ def start_pools(
     task, tokenizer: task and tokenizer of the run.
     enter: registers a pool to be closed, and returns it.
   Raises:
-    GraderStartError, EnvironmentStartError: a grader or the environment cannot work here.
-    ValueError: the chat template has no place for the environment's replies.
+    GraderStartError, EnvironmentStartError: a grader or the environment cannot work here, or the
+      chat template has no place for the environment's replies.
   """
   graders = enter(grader_pool(grading, task))
   environments = _environment_pool(environment, graders)
@@ -317,7 +317,8 @@ def start_pools(
     try:
       tokenizer.check_turns(environments.roles)
     except ValueError as error:
-      raise ValueError(f"config.environment.name = {environment.name!r}: {error}") from error
+      text = f"config.environment.name = {environment.name!r}: {error}"
+      raise EnvironmentStartError(text) from error
   return graders, environments
 
 

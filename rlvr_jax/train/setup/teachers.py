@@ -45,6 +45,10 @@ _UNSET |= dict(temperature=None, weight=1.0, reward_weight=1.0)
 _OF_PROBLEMS = ("answer", "solution")  # fields of every problem, besides the fields of its line
 
 
+class TeacherError(ValueError):
+  """A teacher does not fit the policy, or a problem lacks what the teacher reads."""
+
+
 class Teacher(NamedTuple):
   """One teacher, before its parameters are read.
 

@@ -31,8 +31,10 @@ def load_from_other_run(
   initial: InitialParams,
   writer: MetricWriter,
   checkpointer: Checkpointer,
-) -> Params:
-  """Loads and saves the policy of another run; a resumed run no longer needs the other run.
+) -> tuple[Params, int]:
+  """Loads and saves the policy of another run; returns it and the number of its updates there.
+
+  A resumed run no longer needs the other run, except for the optimizer's moments.
 
   Args:
     start: `config.start`.
@@ -46,7 +48,7 @@ def load_from_other_run(
   say(f"starts with the policy of {folder}, after {step} updates there{moments}")
   checkpointer.save(step, params, host={"written": writer.written(0)})
   checkpointer.wait()
-  return params
+  return params, step
 
 
 def warm_start(

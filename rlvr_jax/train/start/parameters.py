@@ -41,7 +41,7 @@ def first_state(
   params: Params,
   initial_entropy: float,
   *,
-  start: ml_collections.ConfigDict,
+  moments_of: Path | None = None,
 ) -> TrainState:
   """The train state before the first update.
 
@@ -50,14 +50,14 @@ def first_state(
     abstract: the state's shapes, dtypes and shardings.
     params: the trained parameters.
     initial_entropy: the initial entropy of the policy, nats per token.
-    start: `config.start`.
+    moments_of: the checkpoint whose optimizer's moments the state takes; None: no moments.
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract)
   build_state = jax.jit(functools.partial(initial_state, method), out_shardings=shardings)
   state: TrainState = build_state(params, jnp.float32(initial_entropy))
-  if not start.optimizer:
+  if moments_of is None:
     return state
-  moments = read_field("opt_state", start_folder(start.checkpoint), abstract.opt_state)
+  moments = read_field("opt_state", moments_of, abstract.opt_state)
   return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
 
 
@@ -122,19 +122,33 @@ def check_start(start: ml_collections.ConfigDict, adapters: str, workdir: Path) 
     start_folder(start.checkpoint)
 
 
-def start_folder(checkpoint: str) -> Path:
-  """The folder of `config.start.checkpoint`; CheckpointError if there is none."""
+def start_folder(checkpoint: str, step: int | None = None) -> Path:
+  """The folder of `config.start.checkpoint`.
+
+  Args:
+    checkpoint: the field; it may name a run, which may go on.
+    step: the step that a run has begun with; None for the run's last step.
+  Raises:
+    CheckpointError: there is no such checkpoint.
+  """
   try:
-    return checkpoint_folder(checkpoint, field="config.start.checkpoint")
+    folder = checkpoint_folder(checkpoint, field="config.start.checkpoint")
   except ValueError as error:
     raise CheckpointError(str(error)) from error
+  folder = folder if step is None else folder.with_name(str(step))
+  if not folder.is_dir():
+    raise CheckpointError(
+      f"config.start.checkpoint = {checkpoint!r}: this run has begun with its checkpoint {step},"
+      " which is gone; to begin with a later one, use another --workdir"
+    )
+  return folder
 
 
 def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
   """The folder WORKDIR/checkpoints/STEP that a field names; the last STEP if the field names a run.
 
   Raises:
-    ValueError: there is no checkpoint, or the path is not local.
+    ValueError: there is no checkpoint.
   """
   folder = parse_path(field, checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"

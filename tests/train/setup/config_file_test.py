@@ -334,10 +334,29 @@ def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("grader", ["by_reference", "weighted"])
-def test_graders_that_a_run_s_data_name_need_trust(grader, tmp_path):
+@pytest.mark.parametrize(
+  ("place", "named"),
+  [
+    (lambda v, g: v["task"].update(kwargs={"grader": g}), "task.kwargs.grader"),
+    (
+      lambda v, g: v["task"].update(kwargs={"parts": {"a": {"kwargs": {"grader": g}}}}),
+      "task.kwargs.parts.a.kwargs.grader",
+    ),
+    (lambda v, g: v["evaluation"].update(grader=g), "evaluation.grader"),
+    (lambda v, g: v["grading"].update(extra=[[g, 0.1]]), "grading.extra[0][0]"),
+  ],
+)
+def test_graders_that_a_run_s_data_name_need_trust(place, named, grader, tmp_path):
   values = json.loads(quickstart.get_config().to_json_best_effort())
-  values["task"]["kwargs"] = {"grader": grader}
+  place(values, grader)
   path = tmp_path / "config.json"
   path.write_text(json.dumps(values))
-  with pytest.raises(SystemExit, match=r"config\.task\.kwargs\.grader = "):
+  with pytest.raises(SystemExit, match=re.escape(f"config.{named} = ")):
     parsed(recipe=path)
+
+
+def test_flags_of_a_flag_file_are_seen(tmp_path):
+  file = tmp_path / "flags"
+  file.write_text("--config=grpo\n--trust_run\n")
+  argv = ["main", f"--flagfile={file}"]
+  assert config_file.recipe_path(argv) == "grpo" and config_file.is_trusting(argv)

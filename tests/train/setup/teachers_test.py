@@ -12,7 +12,7 @@ from docs import glossary
 from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.commands.ahead_of_time import memory_tables
 from rlvr_jax.commands.export import export
-from rlvr_jax.commands.train import train
+from rlvr_jax.commands.train import FAILURES, train
 from rlvr_jax.costs import programs
 from rlvr_jax.data import ByteTokenizer
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -22,6 +22,7 @@ from rlvr_jax.train.session import check_teachers, open_session
 from rlvr_jax.train.setup import problem_filters
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.teachers import (
+  TeacherError,
   check_same_tokens,
   describe_long_teachers,
   make_prompts,
@@ -248,8 +249,9 @@ def test_a_line_without_what_its_teacher_needs_is_named(
   changed, fields_of_teacher, message, tmp_path
 ):
   parts = build(configured(lines(tmp_path, changed), **fields_of_teacher))
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(TeacherError, match=message):  # of which main prints the message
     check_teachers(parts)
+  assert issubclass(TeacherError, FAILURES)
 
 
 @pytest.mark.slow

@@ -1,12 +1,19 @@
 """What a resumed run takes from the runs that it began with."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from train import tiny
 
+from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.sources import Source, Sources
+from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.sampling import Sampling
+from rlvr_jax.train import begin
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
+from rlvr_jax.train.setup import checks
+from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
 
@@ -66,3 +73,30 @@ def test_a_start_that_was_killed_before_its_sources_were_written_starts(sources,
   (tmp_path / "config.json").write_text("{}")
   restored(sources, tmp_path)
   assert json.loads((tmp_path / SOURCES_FILE).read_text())["checkpoint"] == 5
+
+
+def test_a_store_that_has_lost_the_batch_before_the_damaged_one_is_named(tmp_path):
+  with RolloutStore(tmp_path / "rollouts", writable=True) as store:
+    with pytest.raises(StoreError, match="has lost batch 9, which says where drawing goes on"):
+      begin._info(store, 9)
+
+
+def checkpoint_of(workdir, rank):
+  """The settings of a source that is a run with adapters of this rank."""
+  run = tiny.config(lora__rank=rank)
+  (workdir / "checkpoints" / "3").mkdir(parents=True)
+  (workdir / "checkpoints" / "3" / "commit_success.txt").touch()
+  (workdir / "config.json").write_text(run.to_json_best_effort())
+  return dict(fraction=0.5, workdir=str(workdir), step=-1)
+
+
+def test_another_run_with_adapters_is_refused_before_compilation(tmp_path):
+  with pytest.raises(ValueError, match=r"have only adapters \(config.lora.rank = 4\)"):
+    build(tiny.config(sources__checkpoint=checkpoint_of(tmp_path / "run", 4)))
+
+
+def test_raw_log_probabilities_of_a_run_with_several_policies_per_batch_are_refused():
+  schedule = staleness.on_policy()._replace(recorded=SimpleNamespace(has_several=True))
+  config = tiny.config(sources__temperature=dict(fraction=0.5, recorded="raw"))
+  with pytest.raises(ValueError, match="'raw' needs one policy per batch, but several policies"):
+    checks.check_schedule(config, schedule)

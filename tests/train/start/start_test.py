@@ -107,11 +107,20 @@ def test_another_method_may_go_on(other, tmp_path):
   folder = parameters.start_folder(fade.config.start.checkpoint)
   params, step = parameters.load_policy(fade.initial, folder)
   assert step == UPDATES
-  state = parameters.first_state(
-    fade.method, fade.placement.state, params, 0.5, start=fade.config.start
-  )
+  state = parameters.first_state(fade.method, fade.placement.state, params, 0.5, moments_of=folder)
   assert jax.tree.leaves(state.advantage_state) and state.step == 0
   assert set(split(state.opt_state)[0]) == {0}
+
+
+def test_moments_are_of_the_update_that_the_policy_is_of(tmp_path):
+  """The other run goes on while this one is killed before its first checkpoint."""
+  for step in (2, 4):
+    (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    (tmp_path / "checkpoints" / str(step) / "commit_success.txt").touch()
+  assert parameters.start_folder(str(tmp_path)).name == "4"
+  assert parameters.start_folder(str(tmp_path), 2).name == "2"
+  with pytest.raises(checkpoint_files.CheckpointError, match="its checkpoint 3, which is gone"):
+    parameters.start_folder(str(tmp_path), 3)
 
 
 @pytest.mark.parametrize(
