@@ -31,6 +31,7 @@ REQUEST_S = 60.0  # deadline of a write into a bucket
 UNREACHABLE_S = 600.0  # seconds for which requests to a bucket without a response are repeated
 _AGAIN_S = 2.0
 _STALE_TRIES = 3
+_LEFT_S = 3600.0  # age from which a temporary file is one of a killed program
 _T = TypeVar("_T")
 
 
@@ -80,9 +81,13 @@ class FolderObjects:
   """
 
   def __init__(self, folder: pathlib.Path):
-    """Creates the folder."""
+    """Creates the folder; removes files in it that killed programs have left half written."""
     self._folder = folder
     folder.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"*/*{TEMPORARY}")):
+      with contextlib.suppress(OSError):  # another program removes it, too
+        if time.time() - path.stat().st_mtime > _LEFT_S:
+          path.unlink()
 
   def put(self, name: str, data: bytes) -> bool:
     path = self._path(name)

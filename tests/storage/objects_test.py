@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 from gcs_emulator import BUCKET, emulated
@@ -70,6 +71,16 @@ def test_a_put_that_was_interrupted_is_not_seen(tmp_path):
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / f"0123{TEMPORARY}").write_bytes(b"half")
   assert objects.list() == {} and objects.put("a/x", b"1")
+
+
+def test_what_killed_programs_left_is_removed(tmp_path):
+  (tmp_path / "groups").mkdir()
+  old, new = (tmp_path / "groups" / f"{name}{TEMPORARY}" for name in ("old", "new"))
+  for path in (old, new):
+    path.write_bytes(b"half")
+  os.utime(old, (0, time.time() - 4000))
+  open_objects(tmp_path)
+  assert [path.name for path in (tmp_path / "groups").iterdir()] == [new.name]
 
 
 @pytest.mark.parametrize("function", ["open", "scandir", "link", "fsync"])

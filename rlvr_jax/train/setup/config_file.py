@@ -408,9 +408,8 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, object]:
 
 def recipe_path(argv: Sequence[str]) -> str:
   """The path of the configuration file, as given on the command line or in a flag file."""
-  return _file_flag(flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)).partition("=")[
-    2
-  ]
+  argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
+  return _file_flag(argv).partition("=")[2]
 
 
 def open_task(config: ConfigDict, given: Mapping[str, object]) -> None:
