@@ -104,10 +104,15 @@ def verdict(comparison: Comparison) -> str:
 
 
 def holm_p(comparisons: Mapping[str, Comparison]) -> dict[str, float]:
-  """The p-value of each comparison that has an interval, adjusted by Holm's procedure."""
-  found = {name: interval_of(comparison) for name, comparison in comparisons.items()}
-  p_values = {name: difference.p for name, difference in found.items() if difference is not None}
-  return dict(zip(p_values, holm([*p_values.values()]).tolist(), strict=True))
+  """The p-value of each comparison that has an interval, adjusted by Holm's procedure.
+
+  A comparison that decides two claims counts once.
+  """
+  distinct = {id(comparison): comparison for comparison in comparisons.values()}
+  found = {key: interval_of(comparison) for key, comparison in distinct.items()}
+  p = {key: difference.p for key, difference in found.items() if difference is not None}
+  adjusted = dict(zip(p, holm([*p.values()]).tolist(), strict=True))
+  return {name: adjusted[id(c)] for name, c in comparisons.items() if id(c) in adjusted}
 
 
 def difference_cell(found: Mapping[int, float], digits: int = 3) -> str:

@@ -62,7 +62,8 @@ class Rollout(NamedTuple):
   outcome: str  # the outcome of grading, as in rollouts.jsonl
   reward: float | None  # the reward before the overlong penalty; None without a grade
   length: int  # tokens, stop token included
-  age: int  # updates between the sampling policy and the first update on this rollout
+  # Updates between the sampling policy and the first update on this rollout; −1: another run's.
+  age: int
   sampler: str  # name of the fleet's program that sampled the rollout
   versions: np.ndarray  # i32[length], version of the policy that sampled a token; -1 in a reply
   surprisals: np.ndarray  # f32[length], −log β of each token, nats; 0 in an environment's reply
@@ -133,7 +134,7 @@ def _batch_rollouts(batch: Batch, update: int) -> list[Rollout]:
         outcome=sample["outcome"],
         reward=sample["reward"],
         length=length,
-        age=update - sample["version"],
+        age=update - sample["version"] if batch.groups[index // G].versions else -1,
         sampler=sample.get("sampler", "this program"),
         versions=of_tokens[:length],
         surprisals=-logprobs[:length],

@@ -170,15 +170,16 @@ class Preflight:
     if len(kinds) > 1:
       return Finding(FAIL, f"devices of several kinds: {kinds}; use one slice, or equal slices")
     needed = _num_devices(self.config.mesh, jax.device_count())
-    generation = self.config.generation_mesh.to_dict()
+    generation, whose = self.config.generation_mesh.to_dict(), "config.mesh has"
     if not generation.pop("same_devices") and any(generation.values()):
       needed += _num_devices(generation, jax.device_count() - needed)
+      whose = "config.mesh and config.generation_mesh together have"
     text = f"{jax.device_count()} of {kinds[0]}, {jax.local_device_count()} on each host"
     if needed != jax.device_count():
       status = FAIL if needed > jax.device_count() or jax.process_count() > 1 else WARN
       return Finding(
         status,
-        f"{text}, but config.mesh has {needed}: choose sizes whose product is {jax.device_count()}",
+        f"{text}, but {whose} {needed}: choose sizes of the axes that give {jax.device_count()}",
       )
     return Finding(OK, text)
 

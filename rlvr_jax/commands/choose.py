@@ -96,6 +96,13 @@ def prepare_command(
       raise ValueError(f"--{flag} goes with --mode={taking}, not with --mode={mode}")
   if sweep_file is None and mode == "sweep":
     raise ValueError("--mode=sweep needs --sweep=FILE, a Python file whose get_sweep() lists runs")
+  if port is not None and not serve:
+    raise ValueError(f"--port={port} has no effect without --serve; add --serve, or leave it out")
+  if batches is not None and serve:
+    raise ValueError(
+      f"--batches={batches} has no effect with --serve, which reads a batch when it is asked for;"
+      " leave it out"
+    )
   if mode in _AHEAD_OF_TIME:
     return _prepare_ahead_of_time(mode, config, workdir, topology, lengths or "longest")
   if mode == "view":

@@ -1,9 +1,1 @@
 """Costs of compiled programs: FLOPs, bytes, collectives, memory and seconds on a TPU or a GPU."""
-
-__all__ = [
-  "chips",
-  "hlo",
-  "memory",
-  "programs",
-  "report",
-]

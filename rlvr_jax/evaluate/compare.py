@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -58,7 +59,8 @@ def evaluations(records: Iterable[curves.Record]) -> dict[str, list[float]]:
   columns = {axis: [sum(r[f] for f in fields) for r in held_out] for axis, fields in axes.items()}
   columns["seconds"] = [round(x, 2) for x in columns["seconds"]]
   names = [name for name in held_out[-1] if name.startswith("eval/")]
-  return columns | {name: [r[name] for r in held_out] for name in names if name in held_out[0]}
+  in_all = [name for name in names if all(name in record for record in held_out)]
+  return columns | {name: [record[name] for record in held_out] for name in in_all}
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -70,17 +72,25 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ValueError: there are no results.
   """
   folder = parse_path("the path", path)
+  none = ValueError(
+    f"{path} has no results: give the --workdir of a sweep that has finished a run, or a file of"
+    " results"
+  )
   if folder.is_file():
-    return json.loads(folder.read_text(encoding="utf-8"))
+    results = json.loads(folder.read_text(encoding="utf-8"))
+    fields = {"label", "seed", "evaluations"}
+    are_results = isinstance(results, list) and all(
+      isinstance(result, dict) and fields <= result.keys() for result in results
+    )
+    if not results or not are_results:
+      raise none
+    return results
   results = []
   for file in folder.glob(f"*/{RESULT_FILE}"):
     result = json.loads(file.read_text(encoding="utf-8"))
     results.append(result | {"workdir": os.fspath(file.parent)})
   if not results:
-    raise ValueError(
-      f"{path} has no results: give the --workdir of a sweep that has finished a run, or a file of"
-      " results"
-    )
+    raise none
   return sorted(results, key=lambda result: (result["number"], result["workdir"]))
 
 
@@ -89,6 +99,19 @@ def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
   rows = [{k: v for k, v in result.items() if k != "workdir"} for result in results]
   with replace_file(path) as file:
     file.write("\n".join(["[", ",\n".join(map(json.dumps, rows)), "]\n"]).encode())
+
+
+def check_distinct(results: Iterable[Result]) -> None:
+  """Raises ValueError if two results have the same label and seed, as of two sweeps."""
+  seen = set()
+  for result in results:
+    run = result["label"], result["seed"]
+    if run in seen:
+      raise ValueError(
+        f"two results have the label {run[0]!r} and the seed {run[1]}: compare sweeps whose labels"
+        " differ, or give one of them"
+      )
+    seen.add(run)
 
 
 def group_by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -260,9 +283,10 @@ def other_labels(results: Iterable[Result], baseline: str) -> list[str]:
 def adjusted_p(by_label: Mapping[str, Difference | None]) -> dict[str, float]:
   """Each label's p-value, adjusted by Holm's procedure.
 
-  Labels whose difference does not vary between seeds are left out.
+  Labels whose difference does not vary between seeds, or is not finite, are left out.
   """
-  p = {label: value.p for label, value in by_label.items() if value and value.deviation}
+  varies = lambda found: found is not None and found.deviation and math.isfinite(found.deviation)
+  p = {label: found.p for label, found in by_label.items() if found and varies(found)}
   return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
 
 
@@ -275,8 +299,8 @@ HEADER = (
 DASHES = (
   "A dash stands for a missing value. The baseline has no difference to itself. A label"
   " that shares fewer than two seeds with the baseline has no difference either. A difference that"
-  " is the same for every seed has only a mean. One seed has no error over seeds. A metric without"
-  " an interval has no error over problems."
+  " is the same for every seed, or not finite, has only a mean. One seed has no error over seeds. A"
+  " metric without an interval has no error over problems."
 )
 
 
@@ -458,6 +482,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = parser.parse_args(argv)
   try:
     results = [result for path in args.paths for result in read_results(path)]
+    check_distinct(results)
     options = dict(metric=args.metric, phase=args.phase, baseline=args.baseline)
     print(comparison_table(results, difference=args.difference, **options))
     print(f"\n{DASHES}")

@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 
 ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock time of the run so far
-# Axis → its label, and the fields that add up to it. Evaluation does not count as a cost.
+# Axis → its label, and the fields that add up to it. Only seconds count evaluations too.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "updates": ("updates", ("step",)),
   "generated_tokens": ("generated tokens", ("counter/tokens_generated",)),
@@ -43,6 +43,7 @@ UNBOUNDED = (-math.inf, math.inf)
 SEEDS_FOR_BAND = 3
 # Metric, as a regular expression → the range of its values.
 _RANGES = {
+  r"eval/gap_to_best_play": UNBOUNDED,  # best play less a sampled rate: below 0 by luck
   r"eval/.*|groups/.*|outcome/.*|.*/ess|response/truncated": (0.0, 1.0),
   r".*(pass_rate|_fraction\w*|trigger_rate|_share)": (0.0, 1.0),
   r".*(entropy|norm|participation_ratio|ratio_\w+)|(response|time|counter)/.*": (0.0, math.inf),

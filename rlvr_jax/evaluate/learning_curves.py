@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlvr_jax.evaluate.curves import save_figure
@@ -98,8 +98,9 @@ def plot_gradient_norm(axes: Any, records: Sequence[Record]) -> None:
   _finish(axes, "Gradient norm before clipping", "global L2 norm", (0, None))
 
 
+Panel = Callable[[Any, Sequence[Record]], None]
 # Panel → metrics; the panel is empty if a run has none of them.
-PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
+PANELS: dict[Panel, set[str]] = {
   plot_accuracy: {"reward/pass_rate", "eval/mean"},
   plot_groups: {"groups/effective"},
   plot_entropy: {"policy/entropy"},
@@ -109,20 +110,10 @@ PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
 }
 
 
-Panel = Callable[[Any, Sequence[Record]], None]
-
-
-def panels_with_data(
-  records: Sequence[Record], panels: Iterable[Panel] = tuple(PANELS)
-) -> list[Panel]:
-  """The panels that have data; rounding noise around 0 does not count as data.
-
-  Args:
-    records: records of a run.
-    panels: keys of `PANELS`.
-  """
+def panels_with_data(records: Sequence[Record]) -> list[Panel]:
+  """The panels that have data in a run's records; rounding noise around 0 is no data."""
   names = {name for record in records for name in record}
-  with_metrics = [panel for panel in panels if PANELS[panel] & names]
+  with_metrics = [panel for panel, metrics in PANELS.items() if metrics & names]
   return [panel for panel in with_metrics if panel is not plot_shift or _is_off_policy(records)]
 
 

@@ -19,6 +19,7 @@ from rlvr_jax.ops.checks import check_between
 BySeed = Mapping[int, float]  # seed → value
 
 _MOST_SEEDS = 10**6
+_ROUNDING = 1e-12  # relative difference of values that are equal but for rounding
 
 
 def mean_and_half_width(values: npt.ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
@@ -61,6 +62,9 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
       f" share {len(seeds)}, but at least 2 are needed; run both methods with the same seeds"
     )
   data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
+  largest = max(abs(side[seed]) for side in (values, baseline) for seed in seeds)
+  if np.ptp(data) <= _ROUNDING * largest:  # equal but for rounding
+    data[:] = data.mean()
   mean, half_width = mean_and_half_width(data)
   bootstrap_low, bootstrap_high = bootstrap_interval(data, seed=0)
   return Difference(
@@ -70,7 +74,7 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
     high=mean + half_width,
     bootstrap_low=bootstrap_low,
     bootstrap_high=bootstrap_high,
-    deviation=float(data.std(ddof=1)),
+    deviation=float(_error_of_mean(data) * np.sqrt(data.size)),
     p=_p_value(data),
   )
 

@@ -487,7 +487,7 @@ const T_975 = [
   2.11, 2.1, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05, 2.04,
 ];
 
-const quantile = (n) => T_975[n - 2] ?? 1.96; // of n values
+const quantile = (n) => T_975[n - 2] ?? 1.96 + 2.4 / (n - 1); // of n values
 
 // Mean and half a 95 % interval of it (Student's t, independent values); null without two values.
 function meanInterval(values) {
@@ -1940,11 +1940,12 @@ function onKey(event) {
     "/": () => document.getElementById("search")?.focus(),
     Escape: back,
     "?": help,
-    Enter: () =>
-      view === "batch" && event.target === document.body && document.querySelector(".row")?.click(),
+    Enter: () => view === "batch" && document.querySelector(".row")?.click(),
   };
   const action = actions[event.key];
   if (!action || document.getElementById("help").open) return;
+  // On a link or a button, Enter is its own.
+  if (event.key === "Enter" && event.target !== document.body) return;
   event.preventDefault();
   action();
 }

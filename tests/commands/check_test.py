@@ -118,7 +118,8 @@ def test_a_prompt_is_shown_as_the_model_will_see_it(tmp_path):
 @pytest.mark.parametrize(
   ("name", "fields", "text"),
   [
-    ("devices", dict(mesh__fsdp=16), "config.mesh has 16: choose sizes whose product is 8"),
+    ("devices", dict(mesh__fsdp=16), "config.mesh has 16: choose sizes of the axes that give 8"),
+    ("devices", dict(mesh__data=8, generation_mesh__data=2), "generation_mesh together have 10"),
     ("data", dict(task=dict(name="published", kwargs=dict(dataset="gsm8k", data_dir="/nowhere"))),
      "/nowhere"),
     ("tokenizer", dict(tokenizer="/nowhere"),

@@ -54,6 +54,18 @@ def test_flags_of_a_page_are_those_of_a_page(flags):
     choose.prepare_command("train", tiny.get_config(), "runs/a", None, None, **flags)
 
 
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    (dict(port=8123), "--port=8123 has no effect"),
+    (dict(serve=True, batches="0"), "--batches=0 has"),
+  ],
+)
+def test_flags_of_a_page_that_have_no_effect_are_refused(flags, words):
+  with pytest.raises(ValueError, match=words):
+    choose.prepare_command("view", None, "runs/a", None, None, **flags)
+
+
 @pytest.mark.parametrize("fields", [
   dict(sources__checkpoint=dict(fraction=0.5, workdir=URL)),
   dict(sources__recorded=dict(fraction=0.5, store=URL)),

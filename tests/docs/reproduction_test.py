@@ -91,8 +91,13 @@ def test_a_row_and_its_verdict_are_of_the_committed_runs(name):
 
 
 def test_the_adjusted_p_is_of_all_comparisons_that_decide():
-  """An independent computation: the k-th smallest of m times m − k + 1, and never falling."""
-  p = {name: stats.ttest_1samp(gaps_of(x), 0.0).pvalue for name, x in DECIDED_BY.items()}
+  """An independent computation: the k-th smallest of m times m − k + 1, and never falling.
+
+  S3b and S4a are decided by one comparison, which counts once.
+  """
+  distinct = {name: x for name, x in DECIDED_BY.items() if name != "S4a"}
+  assert DECIDED_BY["S4a"] is DECIDED_BY["S3b"]
+  p = {name: stats.ttest_1samp(gaps_of(x), 0.0).pvalue for name, x in distinct.items()}
   least = 0.0
   for rank, name in enumerate(sorted(p, key=p.get)):
     least = max(least, min(1.0, p[name] * (len(p) - rank)))

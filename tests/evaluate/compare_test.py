@@ -1,6 +1,7 @@
 """Tables and curves of a sweep's results, and their files."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -50,6 +51,16 @@ def test_a_difference_that_does_not_vary_has_no_interval():
   assert cells[4:] == ["+0.0000", *["–"] * 5]
   # It is no comparison that p-values must be adjusted for.
   assert [row.split("|")[10] for row in rows[3:5]] == [" 0.15 ", " 1 "]
+
+
+def test_equal_but_for_rounding_and_not_finite_are_no_comparisons():
+  of_other = compare.comparison_table(RESULTS).splitlines()[3]
+  rounded = [result("more", seed, x + 0.1) for seed, x in enumerate([0.4, 0.5, 0.3])]
+  odd = [result("odd", seed, x) for seed, x in enumerate([0.4, math.nan, 0.3])]
+  for added in (rounded, odd):
+    rows = compare.comparison_table([*RESULTS, *added]).splitlines()
+    assert rows[-1].endswith("| – | – | – | – | – |")
+    assert of_other in rows  # its p-value is adjusted as before
 
 
 def test_differences_have_an_interval_from_three_seeds_on():
@@ -125,6 +136,9 @@ def test_evaluations_have_every_axis():
     x, _ = compare.result_curve(dict(label="a", seed=0, evaluations=found), over=axis)
     assert x.tolist() == found[axis]
   assert compare.evaluations([]) == {}
+  third = record | counters | {"eval/majority": 0.5}  # in one between, no sample had an answer
+  with_gap = compare.evaluations([third, record | counters, third])
+  assert with_gap["eval/pass@1"] == [0.5] * 3 and "eval/majority" not in with_gap
 
 
 def test_results_of_a_workdir_come_in_the_order_of_the_sweep(tmp_path):
@@ -137,6 +151,21 @@ def test_results_of_a_workdir_come_in_the_order_of_the_sweep(tmp_path):
   assert found[0]["workdir"] == str(tmp_path / "z_0")
   with pytest.raises(ValueError, match="b_0 has no results: give the --workdir of a sweep"):
     compare.read_results(tmp_path / "b_0")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '[{"label": "a"}]'])
+def test_a_file_without_results_is_named(tmp_path, text):
+  (tmp_path / "some.json").write_text(text)
+  with pytest.raises(ValueError, match=r"some\.json has no results"):
+    compare.read_results(tmp_path / "some.json")
+
+
+def test_two_sweeps_with_one_label_are_refused(tmp_path, capsys):
+  file = tmp_path / "results.json"
+  compare.write_results(file, RESULTS)
+  with pytest.raises(SystemExit):
+    compare.main([str(file), str(file)])
+  assert "two results have the label 'grpo' and the seed 0" in capsys.readouterr().err
 
 
 def test_the_program_prints_a_table_and_saves_a_figure(tmp_path, capsys):

@@ -121,6 +121,7 @@ def test_an_interval_is_clipped_to_the_range_of_the_metric():
     "response/length_p90": (0, math.inf),
     "behavior/kl_k1": (-math.inf, math.inf),
     "reward/mean": (-math.inf, math.inf),
+    "eval/gap_to_best_play": (-math.inf, math.inf),
   }
   assert {metric: curves.metric_range(metric) for metric in within} == within
 

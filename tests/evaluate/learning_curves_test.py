@@ -84,7 +84,6 @@ def test_a_run_on_policy_has_no_panel_of_its_distance(kl, clip, shown):
   records = [train(1, behavior__kl_k3=kl, loss__clip_fraction=clip, policy__entropy=0.5)]
   panels = learning_curves.panels_with_data(records)
   assert panels == [learning_curves.plot_entropy, *[learning_curves.plot_shift] * shown]
-  assert learning_curves.panels_with_data(records, [learning_curves.plot_groups]) == []
 
 
 def test_a_figure_has_the_panels_with_data_alone(tmp_path):
