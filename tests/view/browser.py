@@ -128,7 +128,7 @@ class Browser:
 
   def press(self, key):
     """Presses a key."""
-    text = "\r" if key == "Enter" else key if len(key) == 1 else ""
+    text = key if len(key) == 1 else ""
     self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
     self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 

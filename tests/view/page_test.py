@@ -245,12 +245,6 @@ def test_filters_and_keys(browser, page):
   browser.wait(f"{first} === '1'")
   browser.choose("order", "index")
   browser.wait(f"{first} === '0'")
-  browser.run("document.querySelector('nav a[href=\"#geometry\"]').focus()")
-  browser.press("Enter")  # on a link: its own
-  browser.wait("location.hash === '#geometry'")
-  browser.press("2")
-  browser.wait("location.hash.startsWith('#batch')")
-  browser.run("document.activeElement.blur()")
   browser.press("Enter")
   browser.wait("location.hash === '#group/0/0/0'")
   browser.wait("document.getElementById('main').dataset.drawn === '#group/0/0/0'")
