@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,6 +111,15 @@ class Curriculum(Concatenated):
     return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
 
 
+class _Drawn(NamedTuple):
+  """A draw whose solve rates are not known yet."""
+
+  version: int  # of the policy that samples it
+  applied: int  # number of observed draws that its estimates have
+  cells: list[int]
+  metrics: dict[str, float]
+
+
 class CurriculumDraws:
   """The draws of a curriculum, and the estimates by which problems are sampled."""
 
@@ -133,8 +142,12 @@ class CurriculumDraws:
     self._orders = [shuffle_endlessly(*pair) for pair in seeds] if self._by_part else []
     self._estimates = np.full(cells, self._settings.first, np.float32)
     self._visits = np.zeros(cells, np.int32)
-    self._observed: list[list[Any]] = []  # (version, cells, solve rates)
-    self._drawn: dict[int, tuple[int, list[int], dict[str, float]]] = {}
+    # (version, cells, solve rates) of observed draws, from number `_first` on; the estimates have
+    # those before number `_applied`. Earlier ones are kept while the state of an open draw, which
+    # was taken before they were applied, lacks them.
+    self._observed: list[list[Any]] = []
+    self._first = self._applied = 0
+    self._drawn: dict[int, _Drawn] = {}
 
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples the problems of a draw, see `Draws`.
@@ -142,32 +155,47 @@ class CurriculumDraws:
     First, the method updates the estimates by the observed solve rates of earlier policies. It does
     not use solve rates of the current policy, so a draw does not depend on the progress of grading.
     """
-    for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
+    for earlier, cells, rates in self._since(self._applied):
+      if earlier >= version:
+        break
       for cell, rate in zip(cells, rates, strict=True):
         step = np.float32(self._settings.rate) * (np.float32(rate) - self._estimates[cell])
         self._estimates[cell] += step
-    self._observed = [entry for entry in self._observed if entry[0] >= version]
+      self._applied += 1
     cells = self._sample_cells(draw)
     problems = [self._next_problem(cell) for cell in cells]
-    self._drawn[draw] = version, cells, self._metrics(cells)
+    self._drawn[draw] = _Drawn(version, self._applied, cells, self._metrics(cells))
     return problems
 
   def observe(
     self, draw: int, solve_rates: np.ndarray, state: dict[str, Any]
   ) -> tuple[dict[str, Any], dict[str, float]]:
-    version, cells, metrics = self._drawn.pop(draw)
-    pairs = [(c, float(rate)) for c, rate in zip(cells, solve_rates, strict=True) if rate == rate]
-    self._observed.append([version, [c for c, _ in pairs], [rate for _, rate in pairs]])
-    return {**state, "observed": list(self._observed)}, metrics
+    drawn = self._drawn.pop(draw)
+    pairs = [
+      (cell, float(rate))
+      for cell, rate in zip(drawn.cells, solve_rates, strict=True)
+      if rate == rate
+    ]
+    self._observed.append([drawn.version, [c for c, _ in pairs], [rate for _, rate in pairs]])
+    found = {**state, "observed": self._since(state.get("applied", self._applied))}
+    lacked = min([self._applied, *(other.applied for other in self._drawn.values())])
+    self._observed = self._since(lacked)
+    self._first = max(lacked, self._first)
+    return found, drawn.metrics
+
+  def _since(self, number: int) -> list[list[Any]]:
+    """The observed draws from a number on."""
+    return self._observed[max(number - self._first, 0) :]
 
   def get_state(self) -> dict[str, Any]:
     arrays = {"estimates": _encode(self._estimates), "visits": _encode(self._visits)}
-    return {**arrays, "observed": list(self._observed)}
+    return {**arrays, "applied": self._applied, "observed": self._since(self._applied)}
 
   def set_state(self, state: dict[str, Any]) -> None:
     self._estimates = _decode(state["estimates"], np.float32)
     self._visits = _decode(state["visits"], np.int32)
     self._observed = list(state["observed"])
+    self._first = self._applied = state.get("applied", 0)
 
   def _sample_cells(self, draw: int) -> list[int]:
     """Samples the cells of a draw."""

@@ -15,6 +15,9 @@ from rlvr_jax.data.sources import Chosen, Concatenated, Generated, Mixed, Questi
 from rlvr_jax.data.task_utils import unify_graders, warn_of_common_answer
 from rlvr_jax.ops.checks import check_between, check_integer
 
+# Tasks that are no parts: `guess` trains on the question that it holds out.
+_NO_PARTS = ("mixture", "curriculum", "guess")
+
 
 def mixture(
   *,
@@ -102,10 +105,10 @@ def join_parts(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task,
 
 def _make_part(kind: str, label: str, part: Mapping[str, Any]) -> Task:
   owner = f"part {label!r} of the {kind}"
-  if set(part) != {"name", "kwargs"} or part["name"] in ("mixture", "curriculum"):
+  if set(part) != {"name", "kwargs"} or part["name"] in _NO_PARTS:
     raise ValueError(
-      f"{owner} is {dict(part)}, expected the keys name and kwargs, and a name other than mixture"
-      " and curriculum"
+      f"{owner} is {dict(part)}, expected the keys name and kwargs, and a name other than"
+      f" {', '.join(_NO_PARTS)}"
     )
   task = specs.make_from_spec(owner, plain_tasks, specs.Spec(part["name"], part["kwargs"]), Task)
   if not all(

@@ -180,7 +180,7 @@ class Concatenated(_Indexed):
     self._ends = list(itertools.accumulate(len(source) for source in sources))
 
   def __len__(self) -> int:
-    return self._ends[-1]
+    return self._ends[-1] if self._ends else 0
 
   def _get(self, index: int) -> Problem:
     source_index = bisect.bisect_right(self._ends, index)

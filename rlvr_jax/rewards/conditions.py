@@ -31,6 +31,7 @@ _HOLDS = {
   r"\neq": operator.ne,
 }
 _MAX_DEGREE = 8  # of an inequality that is solved
+_MAX_CONDITIONS = 20  # of an answer; each takes up to 0.1 s
 _EQUAL = Fraction(1, 10**20)  # ends of intervals that differ by less are equal
 _OPERATION = re.compile(r"\\(cup|cap|setminus)(?![A-Za-z])")
 
@@ -130,6 +131,8 @@ def _region_of_items(answer: Answer) -> Region | None:
       ends[1] is not None or high == r"\infty"
     )
     return _interval(*ends, answer.brackets) if is_interval else None
+  if len(answer.items) > _MAX_CONDITIONS:
+    return None
   regions = [_find_region(item) for item in answer.items]
   if answer.joint or answer.brackets == SET:
     return _combine(regions, all if answer.joint == "and" else any)

@@ -81,7 +81,7 @@ _TOLERANCE = 0.01  # relative; larger than the verifiers' tolerances, except in 
 
 def _is_finite(answer: str, gold: str) -> bool:
   """Whether an answer has a finite number; always True if the gold answer is not a number."""
-  if not _NUMERIC.fullmatch(gold):
+  if not _NUMERIC.fullmatch(gold) or answer == gold:  # 5e260 may be a hexadecimal number
     return True
   return any(map(str.isdigit, answer)) and not _NOT_FINITE.search(answer)
 
@@ -91,6 +91,8 @@ def _may_be_right(answer: str, gold: str) -> bool:
 
   Some verifiers accept any prefix of a number, or any text in place of true or false.
   """
+  if answer == gold:
+    return True
   if _TRUTH.fullmatch(gold):
     return {word.lower() for word in _TRUTH.findall(answer)} == {gold.lower()}
   value = _read_quotient(answer) if _NUMERIC.fullmatch(gold) else None

@@ -96,6 +96,23 @@ def test_a_restored_run_draws_the_same(lines, by):
   assert run(other, rate, 0, 10, versions=2)[0] != expected
 
 
+def test_a_run_that_draws_ahead_is_restored_with_all_that_it_observed(lines):
+  """Two draws are open: a draw's rates are applied before the state of the next one is saved."""
+  source = lambda: tasks.curriculum(parts=lines).train
+  rates = lambda problems: np.array([int(p.answer) % 2 for p in problems], np.float32)
+  draws = problem_draws(source(), batch_size=8, seed=0)
+  opened = {n: (draws.draw(n, 0), draws.get_state()) for n in (0, 1)}
+  for number in range(8):
+    problems, after = opened.pop(number)
+    state, _ = draws.observe(number, rates(problems), after)
+    opened[number + 2] = draws.draw(number + 2, number + 1), draws.get_state()
+    again = problem_draws(source(), batch_size=8, seed=0)
+    again.set_state(json.loads(json.dumps(state)))
+    # A much later draw has all that was observed until now, in both.
+    found, expected = (d.draw(50, 100) for d in (again, copy.deepcopy(draws)))
+    assert [p.question for p in found] == [p.question for p in expected]
+
+
 def test_a_refresh_does_not_depend_on_how_far_grading_is(lines):
   """Two batches of one policy: the first may be graded before the second is drawn, or after."""
   rates = lambda problems: np.array([int(p.answer) % 2 for p in problems], np.float32)
@@ -144,7 +161,7 @@ def test_a_source_that_is_none_is_shuffled_as_ever():
     (dict(parts={}), "parts is empty"),
     (
       dict(parts={"a": {"name": "curriculum", "kwargs": {}}}),
-      "'a' of the curriculum is .* a name other than mixture and curriculum",
+      "'a' of the curriculum is .* a name other than mixture, curriculum, guess",
     ),
     (dict(parts={"a": {"name": "reasoning_gym", "kwargs": SETTINGS | {"train_size": 2_000_000}}}),
      "have 2000000 problems, .*set by = 'part'"),

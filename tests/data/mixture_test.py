@@ -197,7 +197,7 @@ def test_concatenated_with_empty_sources():
     ({"size": -1}, "size = -1"),
     (
       {"parts": {"a": {"name": "mixture", "kwargs": {}}}, "weights": {"a": 1}},
-      "part 'a' of the mixture is .*the keys name and kwargs, and a name other than mixture and",
+      "'a' of the mixture is .*name and kwargs, and a name other than mixture, curriculum, guess",
     ),
     (
       {"parts": {"a": {"name": "published", "kwargs": {"dataset": "x"}}}, "weights": {"a": 1}},

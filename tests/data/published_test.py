@@ -19,6 +19,7 @@ from pyarrow import parquet
 from rlvr_jax.data.published import builder, mathematics, programs
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.rewards.code import code
+from rlvr_jax.rewards.extraction import find_stated_answer
 
 
 def _bytes(name, rows):
@@ -143,6 +144,10 @@ def test_mathematics_as_published(tmp_path, name, files, split, expected):
     (r"first \boxed{1}, then the rest \boxed{2}", "2"),
     (r"\boxed{1} or \boxed{2", None),
     (r"$\boxed{5}$ $\boxed{5}$", "5"),
+    (r"$x_1=\boxed{3}$ and $x_2=\boxed{4}$", "3, 4"),
+    (r"$\boxed{3} \lor \boxed{4}$", "3, 4"),
+    (r"$\boxed{5}\ \&\ \boxed{6}$", "5, 6"),
+    (rf"\boxed{{1}} {', ' * 50} \boxed{{2}}", "2"),
     (r"$\boxed{\frac{1}{2^{3}}}$.", r"\frac{1}{2^{3}}"),
     (r"\boxed{\left\{ 1, 2 \right.}", r"\left\{ 1, 2 \right."),
     (r"\boxed{\{1\}}", r"\{1\}"),
@@ -157,6 +162,7 @@ def test_mathematics_as_published(tmp_path, name, files, split, expected):
 )
 def test_last_boxed(text, boxed):
   assert mathematics.last_boxed(text) == boxed
+  assert (find_stated_answer(text) or None) == boxed  # the grader reads the same
 
 
 # --- programs -------------------------------------------------------------------------------------

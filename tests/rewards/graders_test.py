@@ -173,6 +173,13 @@ def test_what_is_no_finite_number_is_wrong_where_one_is_asked(text):
   assert _graded("complex_arithmetic", "3.0 + 4.0i", text, {"result": (3, 4)}) is Outcome.WRONG
   assert _graded("complex_arithmetic", "3.0 + 4.0i", "3+4i", {"result": (3, 4)}) is Outcome.CORRECT
   assert _graded("spell_backward", "nan", "nan", {"word": "nan"}) is Outcome.CORRECT
+  base_16 = {
+    "source_base": 10,
+    "target_base": 16,
+    "source_repr": "6169184",
+    "target_repr": "5e2260",
+  }
+  assert _graded("base_conversion", "5e2260", "5e2260", base_16) is Outcome.CORRECT
 
 
 @pytest.mark.parametrize(

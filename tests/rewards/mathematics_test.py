@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import sys
+import time
 
 import pytest
 
@@ -337,6 +338,13 @@ def test_hostile_texts_cost_little(pool):
     assert first.outcome in (Outcome.WRONG, Outcome.UNPARSEABLE), (name, first)
     assert [grade.outcome for grade in others] == [Outcome.CORRECT] * 2, name
   assert pool.worker_pids() == before
+
+
+def test_many_conditions_are_not_solved():
+  spent = time.process_time()
+  conditions = ",".join(f"x^8<{n % 9 + 1}" for n in range(160))
+  assert mathematics(_boxed(conditions), {"answer": "(1,2)"}).outcome is Outcome.WRONG
+  assert time.process_time() - spent < LIMIT_S
 
 
 def test_running_out_of_stack_is_the_completions_fault():

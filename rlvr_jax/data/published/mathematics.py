@@ -20,10 +20,13 @@ _MARKED_ANSWER = re.compile(r"#### (\S+)\s*$")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # `_FORMATTING` is removed from the text between two boxes; if `_JOINT` is left, they are one
-# answer.
-_FORMATTING = re.compile(r"\\(?:text\w*|mathrm|mbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}&]")
-_JOINT = re.compile(r"[,;]?(and|or)?(?:[A-Za-z]=)?")
-_CONDITION = re.compile(r"[<>]|\\[lgn]eq?(?![A-Za-z])")
+# answer. The patterns are those of the grader, `rewards.extraction`.
+_FORMATTING = re.compile(
+  r"\\(?:text\w*|mathrm|mathbf|mbox|hbox|q?quad|[,;:! ()\[\]\\])|[\s$*~{}]|(?<!\\)&"
+)
+_JOINT = re.compile(r"[,;]?(?:(and|\\&|\\land|\\wedge)|(or|\\lor|\\vee))?(?:[A-Za-z](?:_\d)?=)?")
+_CONDITION = re.compile(r"[<>]|\\(?:[lgn]eq?|lt|gt)(?![A-Za-z])")
+_MAX_BETWEEN = 80  # characters, white space at both ends apart
 _BARE_BOXED = re.compile(r"\\?[^\s$\\{}]+")  # \boxed 2
 _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
@@ -41,12 +44,13 @@ def last_boxed(text: str) -> str | None:
     if box.start() < end:  # within another one
       continue
     content, next_end = _read_box(text, box.end())
-    joint = _JOINT.fullmatch(_FORMATTING.sub("", text[end : box.start()]))
-    if answer is None or content is None or joint is None:
+    between = text[end : box.start()]
+    joint = _JOINT.fullmatch(_FORMATTING.sub("", between))
+    if answer is None or content is None or joint is None or len(between.strip()) > _MAX_BETWEEN:
       answer = content
     elif joint[0] or content != answer:  # else the answer is only repeated
-      word = f" {joint[1]} " if joint[1] and _CONDITION.search(content) else ", "
-      answer += word + content
+      is_condition = bool(joint[1] or joint[2]) and _CONDITION.search(content)
+      answer += (f" {'and' if joint[1] else 'or'} " if is_condition else ", ") + content
     end = next_end
   return answer
 

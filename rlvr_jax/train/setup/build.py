@@ -280,14 +280,14 @@ def build(
     has_turns=bool(config.environment.name),
     num_rewards=grading.num_rewards,
   )
-  task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
-  task = limit_lengths(
-    task,
+  task = limit_lengths(  # before graders wrap the sources, whose prompts it measures
+    task or make_task(config.task),
     tokenizer,
     shape,
     too_long=config.prompts.too_long,
     warm_starts=config.warm_start.num_steps > 0,
   )
+  task = with_graders(config.grading, config.evaluation.grader, task)
   teacher_prompts, attention = None, model.config.attention
   if teachers:
     teacher_prompts = make_prompts(

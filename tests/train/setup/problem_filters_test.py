@@ -93,6 +93,16 @@ def test_a_long_prompt_of_a_file_is_named_by_its_line(tmp_path):
 GENERATED = dict(train_size=10**6, long_from=100)
 
 
+def test_a_grader_of_the_run_hides_no_long_prompt(tmp_path):
+  file = tmp_path / "lines.jsonl"
+  prompts = ["q"] * 300 + ["q" * 90]
+  lines = [json.dumps({"prompt": f"{p}{n}", "answer": "1"}) + "\n" for n, p in enumerate(prompts)]
+  file.write_text("".join(lines))
+  task = dict(name="jsonl", kwargs=dict(train=str(file), held_out_size=1, grader="gsm8k"))
+  with pytest.raises(PromptError, match="301"):
+    build(tiny.config(task=task, max_prompt_length=16, grading__extra=(("boxed", 0.1),)))
+
+
 def test_what_is_generated_is_measured_when_it_is_drawn():
   """A million problems are not generated to be measured; the run then ends with one line."""
   parts = build(tiny.config(task__kwargs=GENERATED, warm_start__num_steps=0))
