@@ -39,10 +39,15 @@ COLUMNS = {  # heading → metric
   "mS/mF": "advantage/mass_ratio",
 }
 
+# Recipes whose updates need what a recorded batch lacks: a teacher, several rewards.
+_OTHERS = ("opd", "gdpo")
+
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 _BASE = flags.DEFINE_string("base", "quickstart", "Recipe by which the policy is trained.")
 _RECIPES = flags.DEFINE_list(
-  "recipes", list(RECIPES), "Recipes to compare; grpo is always included."
+  "recipes",
+  [name for name in RECIPES if name not in _OTHERS],
+  "Recipes to compare; grpo is always included.",
 )
 _BEFORE = flags.DEFINE_integer("before", 50, "Updates before the batch is recorded.", lower_bound=0)
 _LAGS = flags.DEFINE_list("lags", ["0", "8", "32"], "Updates between recording and gradient.")

@@ -8,7 +8,7 @@ this machine. Samplers that are faster than the trainer are always ahead, so tha
 nearly those of `fixed_lag`, which is the control. The last run is then repeated by one program
 (`recorded`), whose updates must have the same numbers, bit for bit.
 Finished runs are not repeated. The table, results/fleet_learning.md with a .json file next to it,
-has held-out pass@1 at the end, differences by seed, lags, and how many samplers had groups.
+has held-out pass@1 at the end, differences by seed, lags, and the number of living samplers.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> None:
       row["difference"] = f"{mean:+.3f} ± {half:.3f}"
     row["mean lag"] = f"{np.mean([run['mean lag'] for run in runs]):.2f}"
     row["largest lag"] = int(max(run["largest lag"] for run in runs))
-    row["samplers that had groups of a batch"] = int(max(run["samplers"] for run in runs))
+    row["samplers that show signs of life"] = int(max(run["samplers"] for run in runs))
     row["by seed"] = ", ".join(f"{value:.3f}" for value in values)
     rows.append(row)
   run = scratch / f"4-samplers-{seeds - 1}"

@@ -26,7 +26,7 @@ _SYSTEMS = {
   "mu_grpo": {
     "loss": "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)",
     "veto.enabled": True,
-    "schedule": "stages(updates=4)",
+    "schedule": "stages(count=2)",
   },
 }
 

@@ -43,7 +43,7 @@ class Cost(NamedTuple):
   """Cost of a run until it reaches a level."""
 
   updates: float
-  seconds: float  # measured with hand-overs that are nearly free
+  seconds: float  # measured with hand-overs that are nearly free; without compilation
   refreshes: int
   seconds_per_update: float
 
@@ -70,6 +70,7 @@ def cost_to(result: Mapping[str, Any], level: float, mu: int) -> Cost | None:
   if math.isnan(updates):
     return None
   seconds = float(np.interp(updates, columns["updates"], columns["seconds"]))
+  seconds -= columns["seconds"][0]  # the start
   seconds_per_update = (columns["seconds"][-1] - columns["seconds"][0]) / columns["updates"][-1]
   return Cost(updates, seconds, refreshes(updates, mu), seconds_per_update)
 
@@ -84,9 +85,10 @@ def recorded_cost(result: Mapping[str, Any], mu: int) -> Cost | None:
   cost = result["cost"]
   if cost["updates"] is None or cost["seconds"] is None:
     return None
-  seconds_per_update = result["elapsed_seconds"] / result["evaluations"]["updates"][-1]
+  first, updates = result["first_update_seconds"], result["evaluations"]["updates"][-1]
+  seconds_per_update = (result["elapsed_seconds"] - first) / (updates - 1)
   hand_overs = refreshes(cost["updates"], mu)
-  return Cost(cost["updates"], cost["seconds"], hand_overs, seconds_per_update)
+  return Cost(cost["updates"], cost["seconds"] - first, hand_overs, seconds_per_update)
 
 
 def total_seconds(cost: Cost, price: float) -> float:

@@ -50,7 +50,7 @@ def measure_run(workdir: str) -> dict[str, Any]:
   Returns:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
     measurements; last: the head's metrics at the last measurement; signs, signs_by_chance: see
-    `sign_agreement`; seconds: seconds of each phase; refreshes: number of refreshes.
+    `sign_agreement`.
   """
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
@@ -66,8 +66,6 @@ def measure_run(workdir: str) -> dict[str, Any]:
     "last": {n: _rounded(geometry[-1][n]) for n in geometry_names if n in HEAD},
     "signs": signs,
     "signs_by_chance": by_chance,
-    "seconds": {name: round(x, 2) for name, x in curves.phase_seconds(records).items()},
-    "refreshes": sum("time/sync_weights_seconds" in record for record in train),
   }
 
 
@@ -130,11 +128,6 @@ def peak_value(metric: str = compare.METRIC) -> RunValue:
 def fall_from_peak(result: Result) -> float:
   """Highest held-out pass@1 less the last."""
   return peak_value()(result) - compare.final_value(result)
-
-
-def end_mean(metric: str) -> RunValue:
-  """Mean of a training metric over the last span; None if the run lacks the metric."""
-  return lambda result: result["train"].get(metric, [None])[-1]
 
 
 def training_mean(metric: str) -> RunValue:

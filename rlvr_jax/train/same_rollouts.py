@@ -124,11 +124,6 @@ def gradient_function(
     entropy: the entropy of the first policy, nats per token, for FADE's state.
   """
   method = make_method(config, trained.model, mesh)
-  if method.teaching is not None:
-    raise ValueError(
-      "the recipe has a teacher, but these rollouts lack the teacher's log-probabilities; leave the"
-      " recipe out"
-    )
   method = method._replace(  # the batch decides what is recorded, not the recipe
     max_response_length=trained.max_response_length,
     records_routes=trained.records_routes,
@@ -158,6 +153,17 @@ def gradient_function(
     return {**numbers, "loss": float(value), "gradient_norm": norm}, vector
 
   return gradient
+
+
+def _check_recipe(name: str, config: ConfigDict) -> None:
+  """Raises ValueError if a recipe's updates need what a recorded batch lacks."""
+  lacks = {
+    "a teacher's log-probabilities": config.distillation != "none",
+    "the scores of several graders": bool(config.grading.extra),
+  }
+  for what, is_needed in lacks.items():
+    if is_needed:
+      raise ValueError(f"the recipe {name} needs {what}, which these rollouts lack; leave it out")
 
 
 def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
@@ -201,19 +207,26 @@ def compare_gradients(
     before, lags: see `train_and_record`.
     rollouts: a batch to use instead of the newly recorded batch, see `read_recorded_batch`.
   Raises:
-    ValueError: `rollouts` does not name a batch.
+    ValueError: `rollouts` does not name a batch, a lag is negative, or a recipe needs what a
+      recorded batch lacks.
+    ImportError: there is no recipe of a name.
   """
+  names = ["grpo", *(name for name in recipes if name != "grpo")]
+  configs = {name: load_recipe(name) for name in names}
+  for name, config in configs.items():
+    _check_recipe(name, config)
+  if min(lags) < 0:
+    raise ValueError(f"lags = {list(lags)}: a lag is a number of updates, 0 or more")
   if rollouts is not None:
     batch = read_recorded_batch(rollouts)
   parts, recorded, params, reference, entropy = train_and_record(
     base, pathlib.Path(workdir), before=before, lags=lags
   )
   batch = recorded if rollouts is None else batch
-  names = ["grpo", *(name for name in recipes if name != "grpo")]
   results = {}
   for name in progress(names, "gradients", unit="recipes"):
     gradient = gradient_function(
-      load_recipe(name), parts.method, parts.placement.mesh, reference, entropy
+      configs[name], parts.method, parts.placement.mesh, reference, entropy
     )
     results[name] = {lag: gradient(batch, at) for lag, at in params.items()}
   numbers, matrices = {}, {}

@@ -29,6 +29,27 @@ def _config():
   return c
 
 
+@pytest.mark.parametrize(
+  ("changed", "error", "message"),
+  [
+    (dict(recipes=["rloo", "opd"]), ValueError, "the recipe opd needs a teacher's log-prob"),
+    (dict(recipes=["gdpo"]), ValueError, "the recipe gdpo needs the scores of several graders"),
+    (dict(recipes=["rlo"]), ImportError, "rlo"),
+    (dict(lags=[0, -3]), ValueError, r"lags = \[0, -3\]: a lag is a number of updates, 0 or more"),
+  ],
+)
+def test_mistakes_are_found_before_the_training(module, tmp_path, changed, error, message):
+  arguments = dict(base=_config(), recipes=[], before=2, lags=[0]) | changed
+  with pytest.raises(error, match=message):
+    module.compare(tmp_path, **arguments)
+  assert not list(tmp_path.iterdir())
+
+
+def test_all_recipes_of_the_program_can_be_compared(module):
+  for name in module._RECIPES.default:
+    same_rollouts._check_recipe(name, same_rollouts.load_recipe(name))
+
+
 @pytest.mark.slow
 def test_methods_agree_and_differ_where_they_must(module, tmp_path):
   recipes = ["dr_grpo", "rloo", "cispo", "decoupled_ppo", "fade"]

@@ -6,9 +6,11 @@ import pathlib
 import time
 
 import pytest
+from train import tiny
 
 from experiments.gpu import __main__ as driver
 from experiments.gpu import stages
+from rlvr_jax.train.setup.build import make_schedule
 
 
 def lines(folder):
@@ -84,3 +86,11 @@ def test_numerics_are_compared_with_float64(tmp_path):
   (found,) = lines(tmp_path)
   assert 0 < found["float32, attention auto"]["salt_streaming"] < 3e-5
   assert found["bfloat16, attention auto"]["grpo"] > 1e-3
+
+
+@pytest.mark.parametrize("name", stages._SYSTEMS)
+def test_the_systems_are_configurations(name):
+  for num_updates in (2, 60):
+    config = tiny.config(num_updates=num_updates)
+    config.update_from_flattened_dict(stages._SYSTEMS[name])
+    make_schedule(config.schedule, num_updates=num_updates, seed=0)

@@ -32,8 +32,6 @@ def result(label, seed, level, **more):
     "last": {"geometry/head_rank_one_fraction": 0.25},
     "signs": 0.9,
     "signs_by_chance": 0.7,
-    "seconds": {"sync_weights": 0.5},
-    "refreshes": 48,
     **more,
   }
 
@@ -84,7 +82,6 @@ def test_a_run_is_measured(tmp_path):
   found = report.measure_run(str(tmp_path))
   assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
-  assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
   assert found["signs"] is None and found["signs_by_chance"] is None
 
 
@@ -103,7 +100,11 @@ def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
   found, are_new = read(f"--workdir={tmp_path / 'sweep'}")
   ends = {(r["label"], r["seed"]): r["evaluations"]["eval/pass@1"][-1] for r in found}
   assert list(ends.items()) == [(("A", 0), 0.7), (("A", 1), 0.6), (("B", 0), 0.8)]
-  assert are_new and found[0]["refreshes"] == 4 and "workdir" not in found[0]  # measured anew
+  assert (
+    are_new
+    and found[0]["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
+    and "workdir" not in found[0]
+  )  # measured anew
   assert read() == (found, False)
 
 
@@ -113,10 +114,7 @@ def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
 def test_values_of_a_run():
   run = result("GRPO", 0, 1.0)
   assert report.late_mean()(run) == pytest.approx(0.9) and report.peak_value()(run) == 1.0
-  assert report.end_mean("policy/entropy")(run) == pytest.approx(0.2)
-  assert (
-    report.end_mean("no/metric")(run) is None and report.training_mean("no/metric")(run) is None
-  )
+  assert report.training_mean("no/metric")(run) is None
   assert report.geometry_value("participation_ratio", "score")(run) == 5.0
   assert report.geometry_value("participation_ratio", "sampled")(run) == 2.0
   assert report.peak_update(run) == 192.0
@@ -159,13 +157,14 @@ def test_an_experiment_makes_its_tables_and_figure(tmp_path):
 def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
   for number, label in enumerate(("z", "a", "other")):
     (tmp_path / "sweep" / label).mkdir(parents=True)
-    text = json.dumps({"label": label, "seed": 1, "number": number})
+    text = json.dumps({"label": label, "seed": 1, "number": number, "evaluations": {}})
     (tmp_path / "sweep" / label / "result.json").write_text(text)
   file, measure = tmp_path / "results.json", lambda workdir: {"from": workdir[-3:]}
   argv = [f"--workdir={tmp_path / 'sweep'}"]
   replaced, are_new = report.load_results(file, measure, argv=argv)
   assert are_new and [r["label"] for r in replaced] == ["z", "a", "other"]
-  assert replaced[0] == {"label": "z", "seed": 1, "number": 0, "from": "p/z"}
+  first = {"label": "z", "seed": 1, "number": 0, "evaluations": {}, "from": "p/z"}
+  assert replaced[0] == first
   assert report.load_results(file, measure, argv=[]) == (replaced, False)
   assert report.load_results(tmp_path / "none.json", measure, argv=[]) == ([], False)
 
