@@ -70,7 +70,7 @@ def get_config() -> ConfigDict:
     rank=0,  # 0: off, all parameters are trained
     alpha=32.0,  # the adapters' product is multiplied by alpha / rank
     # regular expression on kernel paths
-    targets="blocks/(delta/)?(query|key|value|output_gate|output|gate|up|down)$",
+    targets="blocks/(delta/|full/)?(query|key|value|output_gate|output|gate|up|down)$",
     adapters="",  # folder in PEFT's layout to start from
   )
 

@@ -22,8 +22,9 @@ from rlvr_jax.models.transformer import (
 from rlvr_jax.ops.layers import ATTENTION, DELTA, DENSE, FULL, SPARSE, STACKS, rows_of, take_rows
 from rlvr_jax.types import Array, Head, Params, Routes
 
-# Training applies the scales of norms, and the decays of states, in at least float32.
-_WIDE = ("scale", "log_rate", "decay_bias")
+# Training applies the scales of norms, the decays of states, routers, and the gates of shared
+# experts in at least float32.
+_WIDE = ("scale", "log_rate", "decay_bias", "router", "shared_weight")
 
 
 def take_trained(trained: Params, frozen: Params) -> Params:

@@ -7,6 +7,7 @@ in files of version 5; and no version rejects settings that are not implemented 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import posixpath
@@ -21,7 +22,7 @@ from rlvr_jax.models.huggingface_families import (
   Family,
 )
 from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, Scaling, YarnScaling
-from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.models.transformer import OF_COMPUTING, TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.storage.folders import list_files, locate, read_json
 
@@ -38,42 +39,12 @@ _NOT_OF_MIXTURES = (
   *("moe_router_enable_expert_bias", "attention_sinks", "router_jitter_noise", "clip_qkv"),
 )
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-# Fields of `TransformerConfig` that some families' config.json lacks, with their values there.
-_PLAIN: dict[str, Any] = dict(
-  qk_norm=False,
-  joint_qk_norm=False,
-  qkv_bias=False,
-  output_bias=False,
-  mlp_bias=False,
-  num_experts=0,
-  experts_per_token=0,
-  expert_width=0,
-  sparse_layers=None,
-  normalized_expert_weights=False,
-  query_scale=None,
-  attention_soft_cap=None,
-  final_soft_cap=None,
-  sliding_rope_theta=None,
-  attention_gate=False,
-  value_norm=False,
-  full_head_dim=None,
-  full_kv_heads=None,
-  full_keys_as_values=False,
-  layer_scale=False,
-  delta_layers=None,
-  delta_key_heads=0,
-  delta_value_heads=0,
-  delta_key_dim=0,
-  delta_value_dim=0,
-  delta_num_taps=0,
-  shared_expert_width=0,
-  scaled_embedding=False,
-  zero_centered_norm=False,
-  pre_norm=True,
-  post_norm=False,
-  rotary_width=None,
-  unrotated_layers=None,
-)
+# Fields that some families' config.json lacks have their defaults there.
+_PLAIN = {
+  field.name: field.default
+  for field in dataclasses.fields(TransformerConfig)
+  if field.default is not dataclasses.MISSING and field.name not in OF_COMPUTING
+}
 
 
 def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> TransformerConfig:

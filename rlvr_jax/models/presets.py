@@ -12,7 +12,7 @@ from typing import Any
 
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.rotary import PartialFrequencies, RopeScaling, YarnScaling
-from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.models.transformer import OF_COMPUTING, TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
 _QWEN2 = dict(qkv_bias=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128)
@@ -207,13 +207,6 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Fields that change how a network is computed and stored, but not its function.
-_OF_COMPUTING = (
-  *("compute_dtype", "matmul_precision", "param_dtype"),
-  *("remat", "unroll_layers", "attention", "expert_products"),
-)
-
-
 # Saving all results of a layer ("none") would take twice the memory, and reading them is no faster
 # than computing them again.
 _REMAT_OF_CHECKPOINTS = "dots"
@@ -248,9 +241,9 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets, without fields of `_OF_COMPUTING` that are None."""
+  """The fields that `model["overrides"]` sets, without fields of `OF_COMPUTING` that are None."""
   overrides = dict(model["overrides"])
-  return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
+  return {k: v for k, v in overrides.items() if v is not None or k not in OF_COMPUTING}
 
 
 def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
@@ -268,11 +261,11 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   if not checkpoint:
     return preset(name, **overrides)
   check_overrides(overrides)
-  of_computing = {field: value for field, value in overrides.items() if field in _OF_COMPUTING}
+  of_computing = {field: value for field, value in overrides.items() if field in OF_COMPUTING}
   if not name and len(of_computing) < len(overrides):
     raise ValueError(
       f"config.model.overrides = {overrides} would change what config.model.checkpoint ="
-      f" {checkpoint!r} computes; with a checkpoint only {list(_OF_COMPUTING)} may be set"
+      f" {checkpoint!r} computes; with a checkpoint only {list(OF_COMPUTING)} may be set"
     )
   try:
     of_checkpoint = checkpoint_config(checkpoint, **{"remat": _REMAT_OF_CHECKPOINTS} | of_computing)
@@ -285,7 +278,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   differing = {
     field: (getattr(of_preset, field), getattr(of_checkpoint, field))
     for field in fields
-    if field not in _OF_COMPUTING and getattr(of_preset, field) != getattr(of_checkpoint, field)
+    if field not in OF_COMPUTING and getattr(of_preset, field) != getattr(of_checkpoint, field)
   }
   if differing:
     raise ValueError(

@@ -54,6 +54,7 @@ from rlvr_jax.ops.layers import (
 )
 from rlvr_jax.ops.precision import PRECISIONS
 from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
+from rlvr_jax.ops.row_blocks import NO_WINDOW
 from rlvr_jax.types import Array, Head, Params, Prompts, Routes, Rows
 
 _ACTIVATIONS = {
@@ -68,7 +69,12 @@ _REMAT: dict[str, tuple[str, ...]] = {
   "dots": (PRODUCT, RESIDUALS, ROUTES),
   "full": (RESIDUALS, ROUTES),
 }
-_NO_WINDOW = 2**30
+# Fields of `TransformerConfig` that change how a network is computed and stored, but not its
+# function.
+OF_COMPUTING = (
+  *("compute_dtype", "matmul_precision", "param_dtype"),
+  *("remat", "unroll_layers", "attention", "expert_products"),
+)
 _DELTA_SIZES = [field.name for field in dataclasses.fields(DeltaSettings)]
 
 
@@ -176,7 +182,9 @@ class TransformerConfig:
         yield f"{name}=float64 needs jax_enable_x64; set the environment variable JAX_ENABLE_X64=1"
     for name in ("sliding_layers", "unrotated_layers", "delta_layers", "sparse_layers"):
       layers = getattr(self, name)
-      if layers is not None and len(layers) != self.num_layers:
+      if layers is not None and not isinstance(layers, tuple | list):
+        yield f"{name}={layers!r} must have a truth value for each layer"
+      elif layers is not None and len(layers) != self.num_layers:
         yield f"{name} has {len(layers)} entries, but num_layers={self.num_layers}"
     yield from self._find_mistakes_of_experts()
     if self.delta is not None:
@@ -187,8 +195,23 @@ class TransformerConfig:
       yield (
         f"delta_{sizes[0]} is set, but no layer has a DeltaNet: delta_layers={self.delta_layers!r}"
       )
-    if self.sliding_window is None and any(self.sliding_layers or ()):
+    yield from self._find_mistakes_of_numbers()
+
+  def _find_mistakes_of_numbers(self) -> Iterator[str]:
+    positive = "norm_epsilon rope_theta sliding_rope_theta query_scale attention_soft_cap"
+    for name in (*positive.split(), "final_soft_cap"):
+      value = getattr(self, name)
+      is_number = isinstance(value, int | float) and not isinstance(value, bool)
+      if value is not None and not (is_number and 0 < value < math.inf):
+        yield f"{name}={value!r} must be a number above 0; None: off, where that is allowed"
+    window, slides = self.sliding_window, any(self.sliding_layers or ())
+    if window is not None and (not isinstance(window, int) or window < 1):
+      yield f"sliding_window={window!r} must be a whole number of at least 1"
+    if window is None and slides:
       yield "sliding_layers are set, but sliding_window is None; set both, or neither"
+    for name in ("sliding_window", "sliding_rope_theta"):
+      if getattr(self, name) is not None and not slides:
+        yield f"{name} is set, but no layer has a sliding window: set sliding_layers, or unset it"
 
   def _find_mistakes_of_full_layers(self) -> Iterator[str]:
     sizes = {name: getattr(self, name) for name in ("full_head_dim", "full_kv_heads")}
@@ -625,7 +648,7 @@ class Transformer(nnx.Module):
     x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
 
     def mix(heads, slides):
-      window = jnp.where(slides, self.config.sliding_window or _NO_WINDOW, _NO_WINDOW)
+      window = jnp.where(slides, self.config.sliding_window or NO_WINDOW, NO_WINDOW)
 
       def attend(query, key, value):
         in_response = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
@@ -835,9 +858,9 @@ class Transformer(nnx.Module):
     """For every layer: its window in tokens, whether it slides, and whether it lacks rotation."""
     c = self.config
     sliding = list(c.sliding_layers or [False] * c.num_layers)
-    window = c.sliding_window or _NO_WINDOW
+    window = c.sliding_window or NO_WINDOW
     unrotated = list(c.unrotated_layers or [False] * c.num_layers)
-    return [window if slides else _NO_WINDOW for slides in sliding], sliding, unrotated
+    return [window if slides else NO_WINDOW for slides in sliding], sliding, unrotated
 
   def _scan_blocks(
     self,

@@ -16,7 +16,7 @@ from oracles.sampling import sample
 from oracles.updates import relative_distance
 
 from rlvr_jax.models.experts import NO_EXPERT, Experts
-from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.functional import cast_to_decode, transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.quantized import dequantize, quantize, rounded
@@ -42,6 +42,17 @@ def draw_batch(seed=0):
   )
   lengths = jnp.asarray(rng.integers(1, T + 1, (P, G)), jnp.int32)
   return prompts, jnp.asarray(rng.integers(0, V, (P, G, T))), lengths
+
+
+def test_a_sampler_has_the_routers_of_training():
+  """In training they multiply in float32, whatever the other kernels are rounded to."""
+  config = dataclasses.replace(CONFIG, shared_expert_width=8, compute_dtype="bfloat16")
+  model = transformer(config)
+  cast = jax.eval_shape(lambda key: cast_to_decode(model.init(key), config), jax.random.key(0))[
+    "blocks"
+  ]["experts"]
+  in_float32 = {name for name, x in cast.items() if x.dtype == "float32"}
+  assert in_float32 == {"router", "shared_weight"} < cast.keys()
 
 
 # --- the layer ------------------------------------------------------------------------------------

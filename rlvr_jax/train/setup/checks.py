@@ -307,6 +307,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
   fields += ["fleet", "generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
+  fields += ["lora.targets"] if config.lora.rank == 0 else []
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
     specs.has_parameter(f"config.{field}", package, config[field], "num_updates")
