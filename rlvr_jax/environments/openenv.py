@@ -486,17 +486,19 @@ def _check_options(options: _Options) -> None:
         f"openenv: {name} = {template!r} has no field of the observation in braces; write, for"
         ' example, "{stdout}{stderr}"'
       )
-  if isinstance(options.reset, str) or not all(isinstance(name, str) for name in options.reset):
+  is_sequence = isinstance(options.reset, list | tuple)
+  if not is_sequence or not all(isinstance(name, str) for name in options.reset):
     raise ValueError(
       f"openenv: reset = {options.reset!r} must be a sequence of names of fields, such as"
       " ('index',)"
     )
   try:
     json.dumps(options.action)
-    re.compile(options.pattern)
   except (TypeError, ValueError) as error:
     raise ValueError(f"openenv: action cannot be written as JSON: {error}") from error
-  except re.error as error:
+  try:
+    re.compile(options.pattern)
+  except (TypeError, re.error) as error:
     raise ValueError(
       f"openenv: pattern = {options.pattern!r} is no regular expression: {error}"
     ) from error

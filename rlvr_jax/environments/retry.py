@@ -39,10 +39,10 @@ class _Retry:
 def retry(*, grade: Grade, tries: int = 3, discount: float = 1.0) -> Environment:
   """Tells the policy whether its answer is right, and lets it try again.
 
-  A right answer ends the dialogue with the grade's score · discount^(earlier tries). A wrong last
-  try also ends the dialogue, with the score that the grader gives to wrong answers, normally 0. A
-  reply has the outcome and the grader's feedback, if there is any. The feedback for programs is the
-  first failing test, with its expected output: k tries show at most k − 1 tests.
+  A right answer or the last try ends the dialogue, with the grade's score · discount^(earlier
+  tries); graders normally give 0 to wrong answers. A reply has the outcome and the grader's
+  feedback, if there is any. The feedback for programs is the first failing test, with its expected
+  output: k tries show at most k − 1 tests.
 
   Args:
     grade: the task's grader for the problem, from the run.

@@ -144,7 +144,6 @@ class Rewards(NamedTuple):
   rewards: np.ndarray  # f32[B]; 0 where not valid
   valid: np.ndarray  # bool[B]; False: the update ignores the rollout, see `types.TrainBatch`
   correct: np.ndarray  # f32[B] in {0, 1}
-  counts: dict[str, int]  # outcome → number of rollouts, for every outcome; sums to B
 
 
 def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) -> Rewards:
@@ -158,12 +157,8 @@ def rewards_from_grades(grades: Sequence[Grade], outcome_policy: OutcomePolicy) 
   """
   values = [reward_of(grade, outcome_policy) for grade in grades]
   correct = [grade.outcome is Outcome.CORRECT for grade in grades]
-  counts = {outcome.value: 0 for outcome in Outcome}
-  for grade in grades:
-    counts[grade.outcome.value] += 1
   return Rewards(
     rewards=np.array([value or 0.0 for value in values], np.float32),
     valid=np.array([value is not None for value in values], bool),
     correct=np.array(correct, np.float32),
-    counts=counts,
   )

@@ -493,8 +493,9 @@ class Batches:
     rate = np.array(np.mean(rates) if rates else np.nan, np.float32)
     statistics = mean_statistics([draw.statistics for draw in draws])
     prompts = sum(draw.prompts for draw in draws)
-    if self._settings.max_draws:
-      statistics["dynamic_sampling/prompts_per_group"] = prompts / len(groups)
+    quotas = self._settings.quotas[:-1] if self._inputs.recorded else self._settings.quotas
+    if self._settings.max_draws and any(quotas):
+      statistics["dynamic_sampling/prompts_per_group"] = prompts / sum(quotas)
     return Batch(
       number=number,
       groups=[g._replace(arrays={**g.arrays, "solve_rate": rate}) for g in groups],

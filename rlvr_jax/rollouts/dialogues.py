@@ -76,7 +76,9 @@ class Dialogues:
   ) -> list[Future[Started | Failure]]:
     """Resets the environments of problems; the results say how dialogues begin."""
     pairs = zip(problems, seeds, strict=True)
-    return [self.pool.reset(as_mapping(problem), seed) for problem, seed in pairs]
+    return [
+      self.pool.reset(as_mapping(problem), seed, problem.reference) for problem, seed in pairs
+    ]
 
   def begun(self, resets: Sequence[Future[Started | Failure]]) -> list[Beginning]:
     """The beginnings of dialogues, from finished resets; JSON."""

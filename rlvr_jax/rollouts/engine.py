@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,8 +25,8 @@ class MissingWeightsError(ValueError):
 
 
 @dataclasses.dataclass
-class Usage:
-  """Counts of an engine's decoding steps and tokens.
+class SlotUsage:
+  """Counts of an engine's decoding steps and tokens, and the costs of replies in dialogues.
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
@@ -34,12 +34,17 @@ class Usage:
     drain_slot_steps, drain_tokens: slot_steps and slot_tokens of the bursts that had fewer
       unfinished responses than slots, as when no requests are left. A response that waits for a
       reply counts as unfinished.
+    idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
+    rebuilt_tokens: tokens of prompts and responses for which the cache was computed again after a
+      reply.
   """
 
   slot_steps: int = 0
   slot_tokens: int = 0
   drain_slot_steps: int = 0
   drain_tokens: int = 0
+  idle_slot_steps: int = 0
+  rebuilt_tokens: int = 0
 
   def add(self, slot_steps: int, tokens: int, *, drain: bool) -> None:
     """Adds the counts of one burst."""
@@ -47,24 +52,6 @@ class Usage:
     self.slot_tokens += tokens
     self.drain_slot_steps += slot_steps * drain
     self.drain_tokens += tokens * drain
-
-  def since(self, earlier: Usage) -> Self:
-    """The counts since `earlier`, which is an earlier copy of this record."""
-    return type(self)(**{k: value - getattr(earlier, k) for k, value in vars(self).items()})
-
-
-@dataclasses.dataclass
-class SlotUsage(Usage):
-  """`Usage` with the costs of an environment's replies in dialogues.
-
-  Attributes:
-    idle_slot_steps: decoding steps of slots without a rollout, while dialogues waited for replies.
-    rebuilt_tokens: tokens of prompts and responses for which the cache was computed again after a
-      reply.
-  """
-
-  idle_slot_steps: int = 0
-  rebuilt_tokens: int = 0
 
   def add_costs(self, *, idle_slot_steps: int = 0, rebuilt_tokens: int = 0) -> None:
     """Adds the costs that replies in dialogues have caused."""

@@ -70,7 +70,7 @@ class Grading:
       arrays["prompt_routes"] = first.arrays["prompt_routes"]
     arrays["lengths"] = np.array([rollout.length for rollout in rollouts], np.int32)
     arrays["stopped"] = np.array([rollout.stopped for rollout in rollouts], bool)
-    rewards, valid, correct, _ = rewards_from_grades(grades, self.outcome_policy)
+    rewards, valid, correct = rewards_from_grades(grades, self.outcome_policy)
     mask = (sampled_places(arrays) & valid[:, None]).astype(np.float32)
     if self.overlong_filter:  # excluded responses have a grade: they stay valid
       stopped: Any = arrays["stopped"][None]
@@ -110,7 +110,7 @@ class Grading:
       grades: the grades of the rollouts.
       first_messages: the first messages of a dialogue, if the environment writes them.
     """
-    rewards, valid, *_ = rewards_from_grades(grades, self.outcome_policy)
+    rewards, valid, _ = rewards_from_grades(grades, self.outcome_policy)
     found: list[JsonObject] = []
     more: JsonObject = {**self.more_of(problem)}
     if asked := first_messages or problem.messages:

@@ -293,7 +293,7 @@ def _deal_rows(
   parts = []
   for numbers in (np.flatnonzero(~is_short), np.flatnonzero(is_short)):
     dealt = deal(costs[numbers].tolist(), **sizes)
-    parts.append(np.where(dealt < 0, -1, np.append(numbers, -1)[dealt]).astype(np.int32))
+    parts.append(np.append(numbers, -1)[dealt].astype(np.int32))  # −1 stays −1
   whole, short = parts
   if not is_short.any():
     return MicroBatches(rows, whole, 0)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.rollouts.batch import with_equal_names
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.files import JSON
 from rlvr_jax.storage.places import parse_path
@@ -84,6 +85,11 @@ class RecordedRun:
           of_draw = _versions_in(one.token_versions) - {-1}
           self.versions[number] = sorted({*self.versions[number], *of_draw})
     for number, info in enumerate(self._infos):
+      if not self.versions[number]:
+        raise ValueError(
+          f"{owner} has no lags to repeat: no policy of that run has sampled batch {number}; choose"
+          " another run"
+        )
       lacks = "was removed" if info.get("removed") else ""
       lacks = lacks or ("" if info.get("drawn") else "has no record of how it was drawn")
       if len(self.versions[number]) > 1 and lacks:
@@ -140,8 +146,8 @@ class RecordedRun:
     if drawn.token_versions is not None:
       return decode_versions(drawn.token_versions)
     groups, _ = self._store.read(number)
-    if "token_versions" in groups[0].arrays:
-      return np.stack([group.arrays["token_versions"] for group in groups])
+    if "token_versions" in groups[0].arrays:  # recorded groups of another run have none
+      return np.stack([group.arrays["token_versions"] for group in with_equal_names(groups)])
     return np.array([[[min(group.versions, default=-1)]] for group in groups], np.int32)
 
 

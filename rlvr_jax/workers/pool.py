@@ -30,6 +30,7 @@ from rlvr_jax.workers.worker import MAX_DETAIL, Message
 _MAX_IDLE_DEATHS = 3  # the pool ends after so many idle workers in a row have ended
 _MAX_DEFAULT_WORKERS = 32  # each worker has the imports of its program in memory
 _LONGEST_POLL_S = 3600.0  # poll() accepts a few weeks at most
+_LONGEST_LIMIT_S = 1e9  # of a request; timers overflow at larger ones
 
 Result = TypeVar("Result")
 
@@ -61,7 +62,7 @@ def check_limits(
   for name, count in counts.items():
     check_integer(owner, name, count, low=1)
   for name, limit_s in seconds.items():
-    check_between(owner, name, limit_s, low=0.0, open_low=True)
+    check_between(owner, name, limit_s, low=0.0, high=_LONGEST_LIMIT_S, open_low=True)
   if memory_mib is not None:
     check_integer(owner, "memory_mib", memory_mib, low=1)
 
@@ -398,7 +399,10 @@ class Pool:
         _send_close(worker, number)
       return
     if "failure" in result:
-      self._resolve(session.end(), Failure(*map(str, result["failure"])))
+      kind, detail = map(str, result["failure"])
+      # The pending text was not run, so it is not to blame for a repetition that fails.
+      kind = "failed" if session.repeats else kind
+      self._resolve(session.end(), Failure(kind, detail))
       return
     try:
       answered = session.take_reply(result["reply"], ends=result["ends"])
@@ -438,6 +442,7 @@ class Pool:
       return
     if culprit is not None and culprit in worker.sessions:
       kind = "timeout" if is_late else "memory" if worker.ended_by_text() else "failed"
+      kind = "failed" if worker.sessions[culprit].repeats else kind
       if is_late and culprit == worker.clock.running:
         problem = f"it took longer than {self._crew.service.limit_s:g} s"
       elif is_late:

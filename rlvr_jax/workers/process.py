@@ -145,7 +145,7 @@ class WorkerProcess:
     True if the worker is ready, not full, and has fewer than `share` requests that do not wait.
     """
     num_sent = len(self._sent_bytes)
-    if not self.is_ready or num_sent == _MAX_SENT:
+    if not self.is_ready or num_sent >= _MAX_SENT:
       return False
     is_large = sum(self._sent_bytes.values()) > _MAX_SENT_BYTES
     return not is_large and num_sent - self.clock.num_waiting < share
@@ -321,11 +321,15 @@ class Session:
     self.worker = None
     self._position = 0
 
+  @property
+  def repeats(self) -> bool:
+    """Whether an earlier request is being repeated, so that the pending one was not run."""
+    return self._position < len(self._past)
+
   def send_next(self) -> None:
     """Sends the pending request, or an earlier request that has to be repeated first."""
     if self.worker is not None and self.pending is not None:
-      is_replayed = self._position < len(self._past)
-      line = self._past[self._position].line if is_replayed else self.pending.line
+      line = self._past[self._position].line if self.repeats else self.pending.line
       self.worker.send_request(self.number, line)
 
   def take_reply(self, reply: object, *, ends: bool) -> _Pending | None:

@@ -133,6 +133,14 @@ def test_a_failure_ends_its_dialogue_and_no_other(pool, text, kind, detail):
   assert ask(pool, innocent, "c") == Turn("5 q|a|c")
 
 
+def test_the_text_is_not_to_blame_for_a_repetition_that_fails(pool, tmp_path):
+  innocent = start(pool, question=f"once {tmp_path / 'begun'}")
+  assert isinstance(ask(pool, innocent, "a"), Turn)
+  ask(pool, start(pool), "exit 3")  # ends the worker of both
+  failure = ask(pool, innocent, "c")
+  assert isinstance(failure, Failure) and failure.kind == "failed"
+
+
 def test_a_hanging_reset(pool):
   assert pool.reset(problem("hang"), 0).result(WAIT_S).kind == "timeout"
   assert ask(pool, start(pool), "a") == Turn("0 q|a")

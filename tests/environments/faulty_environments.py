@@ -28,6 +28,11 @@ class Faulty:
       return [{"role": "assistant", "content": ""}]
     if problem["question"] == "hang":
       time.sleep(60)
+    kind, _, path = problem["question"].partition(" ")
+    if kind == "once":  # not when it is repeated
+      if os.path.exists(path):
+        time.sleep(60)
+      open(path, "x").close()
     return None
 
   def step(self, text):

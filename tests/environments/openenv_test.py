@@ -415,6 +415,8 @@ def test_templates():
     (dict(action={"message": "text"}), "must be a dict with '{text}' where the policy's text"),
     (dict(action="{text}"), "must be a dict with '{text}' where the policy's text"),
     (dict(action={"message": "{text}", "x": {1, 2}}), "action cannot be written as JSON"),
+    (dict(pattern=5), "pattern = 5 is no regular expression"),
+    (dict(reset=5), "reset = 5 must be a sequence of names"),
     (dict(reply="said"), "reply = 'said' has no field of the observation in braces"),
     (dict(prompt="said"), "prompt = 'said' has no field of the observation"),
     (dict(reset="word"), "reset = 'word' must be a sequence of names"),
