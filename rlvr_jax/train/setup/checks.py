@@ -63,6 +63,9 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     "config.batch.prompts · config.batch.group_size": (
       config.batch.prompts * config.batch.group_size
     ),
+    "config.evaluation.batch_prompts · config.evaluation.num_samples": (
+      evaluation.batch_prompts * evaluation.num_samples
+    ),
   }
   if warm_start.num_steps:
     sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)

@@ -349,7 +349,7 @@ def test_a_template_without_the_role_of_replies_is_refused_at_the_start(tmp_path
   name = f"{FAULTY}:closing"  # its replies are a tool's
   config = tiny.config(environment__name=name, environment__processes=1)
   message = rf"config\.environment\.name = '{name}': .*'tool'"
-  with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=message):
+  with contextlib.ExitStack() as stack, pytest.raises(EnvironmentStartError, match=message):
     start_pools(
       config.grading,
       config.environment,
