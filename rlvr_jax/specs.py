@@ -79,8 +79,8 @@ def _parse_literal(keyword: ast.keyword) -> Any:
     raise ValueError(f"the value of {keyword.arg} is not a literal{hint}") from error
 
 
-def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
-  """Yields (field, string) for each string of a configuration that names a function by its module.
+def components(value: Any, field: str = "config") -> Iterator[tuple[str, str, str]]:
+  """Yields (field, name, string) for each string of a configuration that may be a component.
 
   Args:
     value: the configuration, or a part of it: JSON values and tuples.
@@ -88,16 +88,20 @@ def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, st
   """
   if isinstance(value, Mapping):
     for name, part in value.items():
-      yield from outside_package(part, f"{field}.{name}")
+      yield from components(part, f"{field}.{name}")
   elif isinstance(value, list | tuple):
     for index, part in enumerate(value):
-      yield from outside_package(part, f"{field}[{index}]")
+      yield from components(part, f"{field}[{index}]")
   elif isinstance(value, str) and (match := _FORM.fullmatch(value)):
-    if ":" in match[1]:
-      yield field, value
-    else:  # arguments of a component may be components
+    yield field, match[1], value
+    if ":" not in match[1]:  # arguments of a component may be components
       with contextlib.suppress(ValueError):
-        yield from outside_package([*parse(field, value).arguments.values()], field)
+        yield from components([*parse(field, value).arguments.values()], field)
+
+
+def outside_package(value: Any, field: str = "config") -> Iterator[tuple[str, str]]:
+  """Yields (field, string) for each of the `components` that names a function by its module."""
+  return ((where, text) for where, name, text in components(value, field) if ":" in name)
 
 
 def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: Any) -> Any:

@@ -285,8 +285,7 @@ def adjusted_p(by_label: Mapping[str, Difference | None]) -> dict[str, float]:
 
   Labels whose difference does not vary between seeds, or is not finite, are left out.
   """
-  varies = lambda found: found is not None and found.deviation and math.isfinite(found.deviation)
-  p = {label: found.p for label, found in by_label.items() if found and varies(found)}
+  p = {label: x.p for label, x in by_label.items() if x and 0 < x.deviation < math.inf}
   return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
 
 

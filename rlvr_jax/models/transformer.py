@@ -198,12 +198,13 @@ class TransformerConfig:
     yield from self._find_mistakes_of_numbers()
 
   def _find_mistakes_of_numbers(self) -> Iterator[str]:
-    positive = "norm_epsilon rope_theta sliding_rope_theta query_scale attention_soft_cap"
-    for name in (*positive.split(), "final_soft_cap"):
+    optional = ("sliding_rope_theta", "query_scale", "attention_soft_cap", "final_soft_cap")
+    for name in ("norm_epsilon", "rope_theta", *optional):
       value = getattr(self, name)
       is_number = isinstance(value, int | float) and not isinstance(value, bool)
-      if value is not None and not (is_number and 0 < value < math.inf):
-        yield f"{name}={value!r} must be a number above 0; None: off, where that is allowed"
+      is_unset = value is None and name in optional
+      if not is_unset and not (is_number and 0 < value < math.inf):
+        yield f"{name}={value!r} must be a number above 0{', or None' * (name in optional)}"
     window, slides = self.sliding_window, any(self.sliding_layers or ())
     if window is not None and (not isinstance(window, int) or window < 1):
       yield f"sliding_window={window!r} must be a whole number of at least 1"

@@ -219,6 +219,7 @@ TINY, DELTA, SPARSE, HEADS = (
     (TINY, dict(attention_soft_cap=0.0), "attention_soft_cap=0.0 must be a number above 0"),
     (TINY, dict(final_soft_cap=-1), "final_soft_cap=-1"),
     (TINY, dict(rope_theta="x"), "rope_theta='x'"),
+    (TINY, dict(norm_epsilon=None), "norm_epsilon=None must be a number above 0"),
     (TINY, dict(query_scale=True), "query_scale=True"),
     (TINY, dict(unrotated_layers=(True,)), "unrotated_layers has 1 entries"),
     (TINY, dict(rotary_width=5), "rotary_width=5"),

@@ -286,19 +286,7 @@ def _find_code(values: JsonObject) -> Iterator[tuple[str, str]]:
   yield from specs.outside_package(values)
   if consent := (values.get("grading") or {}).get("unsandboxed_code"):
     yield "config.grading.unsandboxed_code", str(consent)
-  yield from _named_by_data(values, "config")
-
-
-def _named_by_data(value: object, field: str) -> Iterator[tuple[str, str]]:
-  """Yields (field, text) for each grader, anywhere in a configuration, that the data name."""
-  if isinstance(value, Mapping):
-    for name, part in value.items():
-      yield from _named_by_data(part, f"{field}.{name}")
-  elif isinstance(value, list | tuple):
-    for index, part in enumerate(value):
-      yield from _named_by_data(part, f"{field}[{index}]")
-  elif isinstance(value, str) and value.partition("(")[0].strip() in _NAMED_BY_DATA:
-    yield field, value
+  yield from ((f, text) for f, name, text in specs.components(values) if name in _NAMED_BY_DATA)
 
 
 def _check_trust(path: str, values: JsonObject, argv: Sequence[str]) -> None:

@@ -343,6 +343,7 @@ def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
       "task.kwargs.parts.a.kwargs.grader",
     ),
     (lambda v, g: v["evaluation"].update(grader=g), "evaluation.grader"),
+    (lambda v, g: v["grading"].update(grader=f"combined(first={g!r})"), "grading.grader[0]"),
     (lambda v, g: v["grading"].update(extra=[[g, 0.1]]), "grading.extra[0][0]"),
   ],
 )
