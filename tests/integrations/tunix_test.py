@@ -132,7 +132,7 @@ def own_loss(graphdef, example, loss, *, veto=None, coefficients=None, temperatu
   """Parameters → the token mean of the loss and its gradient, by `update.objective`."""
   method = types.SimpleNamespace(
     loss=loss, veto=veto, reference_kl=0.0, entropy_bonus=0.0, aggregation="token_mean",
-    max_response_length=6, sources=("policy",),
+    max_response_length=6, sources=("policy",), teaching=None,
   )  # fmt: skip
   A = example.advantages if coefficients is None else coefficients
 
