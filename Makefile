@@ -6,6 +6,7 @@ READY := $(VENV)/ready
 LOWEST := $(VENV)-lowest
 TUNIX := $(VENV)-tunix
 TESTS ?=
+EXTRAS := dev,plot,quantized
 # The folder of a pretrained model.
 PRETRAINED ?= $(HOME)/.cache/rlvr_jax/pretrained/SmolLM2-135M-Instruct
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
@@ -16,6 +17,8 @@ ORDINARY := tests $(addprefix --ignore=,$(BY_NAME))
 # Four processes, also on two cores: many tests wait. A module stays in one, for what its tests share.
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
+# uv installs in a third of pip's time. It does not read pip's settings, such as a mirror: then pip installs.
+install = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[$(1)]' || $(BIN)/python -m pip install --quiet --editable '.[$(1)]'
 
 .PHONY: quickstart pretrained pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu test-gpu lint docs
 
@@ -47,11 +50,11 @@ test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest v
 	$(PYTEST) $(or $(TESTS),$(ORDINARY))
 
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
-	$(BIN)/python -m pip install --quiet --editable '.[torch]'
+	$(call install,torch)
 	$(PYTEST) -m "" tests/models/transformers_reload_test.py tests/models/peft_test.py
 
 test-openenv: $(READY)  ## dialogues with a server of openenv
-	$(BIN)/python -m pip install --quiet --editable '.[openenv-server]'
+	$(call install,openenv-server)
 	$(PYTEST) -m "" tests/environments/openenv_test.py
 
 test-tunix: BIN := $(TUNIX)/bin
@@ -59,15 +62,15 @@ test-tunix: $(TUNIX)/ready  ## the plug-in for google-tunix, which the extra dev
 	$(PYTEST) tests/integrations
 
 test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
-	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
+	$(call install,tpu)
 	$(PYTEST) tests/costs/costs_tpu_test.py
 
 test-gpu: $(READY)  ## budgets of programs compiled for GPUs; the compiler takes 4 GB
-	$(BIN)/python -m pip install --quiet --editable '.[cuda13]'
+	$(call install,cuda13)
 	$(PYTEST) tests/costs/costs_gpu_test.py
 
 docs: $(READY)  ## the documentation as a site; any broken link is an error. Serve it: python -m http.server -d build/site
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(call install,docs)
 	JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(READY)
@@ -78,8 +81,8 @@ lint: $(READY)
 $(READY): setup.py
 	$(PYTHON) -c 'import sys; sys.exit("rlvr_jax needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev,plot,quantized]'
+	$(BIN)/python -m pip install --quiet uv
+	$(call install,$(EXTRAS))
 	touch $@
 
 .PRECIOUS: $(PRETRAINED)/gguf.json  # written with the folder, complete or not at all

@@ -78,7 +78,6 @@ class SamplerRecord(NamedTuple):
   error: str  # the error that has ended the sampler; "" for none
   ends_run: bool  # whether any sampler would meet this error
   doing: list[list[int]]  # [draw, index] of the groups that the sampler has begun
-  groups: int  # number of groups that this sampler wrote first
   duplicate_groups: int  # number of groups that another sampler wrote first
   duplicate_tokens: int  # number of tokens in duplicate groups
 
@@ -372,7 +371,7 @@ _SAMPLER: Fields = {
   **dict.fromkeys(("message", "error"), _is_text),
   "ends_run": lambda value: type(value) is bool,
   "doing": _are(_is_place),
-  **dict.fromkeys(("beat", "groups", "duplicate_groups", "duplicate_tokens"), _is_count),
+  **dict.fromkeys(("beat", "duplicate_groups", "duplicate_tokens"), _is_count),
 }
 
 

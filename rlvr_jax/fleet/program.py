@@ -225,7 +225,7 @@ class Member:
     self._term = _Term(_UNKNOWN, clock() + settings.settle_s, "", (None, clock()), pace)
     self._policy: Known | None = None  # the policy that samples
     self._begun: dict[Place, str] = {}  # groups in progress, with the digests of their draws
-    self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0, 0)
+    self.record = SamplerRecord(-1, 0, -1, "starts", "", False, [], 0, 0)
 
   def look(self) -> Step:
     """Reads the exchange and decides the next step; records the step's groups as begun.
@@ -273,7 +273,6 @@ class Member:
       late = not self._exchange.put_group(group._replace(samples=samples), digest)
       tokens = int(np.sum(group.arrays["lengths"]))
       self.record = self.record._replace(
-        groups=self.record.groups + (not late),
         duplicate_groups=self.record.duplicate_groups + late,
         duplicate_tokens=self.record.duplicate_tokens + tokens * late,
       )

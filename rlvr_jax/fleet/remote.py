@@ -39,7 +39,6 @@ class Settings(NamedTuple):
   identity: Mapping[str, str]  # code, configuration, data …: samplers must have the same identity
   allowed: Allowed
   silent_s: float = 30.0  # seconds without a new record after which a sampler counts as dead
-  alone_s: float = 3600.0  # seconds without a group after which the run ends if no sampler lives
   deadline_s: float = 3600.0  # seconds without a group after which the run ends
   poll_s: float = 0.1  # seconds between two polls of the exchange
 
@@ -326,7 +325,7 @@ class RemoteSampler:
     for name in watch.dead(GONE_S):
       self._exchange.remove_sampler(name)
     missing = self._describe_missing()
-    if not living and waited > settings.alone_s:
+    if waited > settings.deadline_s and not living:
       raise FleetError(
         f"no sampler is running{self._errors(view)}, and {missing} have been missing for"
         f" {waited:.0f} s: {_START}"

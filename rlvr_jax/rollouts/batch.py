@@ -32,9 +32,9 @@ def drop_scores(batch: TrainBatch) -> TrainBatch:
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], number of tokens up to the last loss token, tokens of an environment included."""
-  positions = np.arange(1, batch.mask.shape[-1] + 1)
-  return np.asarray(np.max((batch.mask > 0) * positions, axis=-1))
+  """i64[P, G], number of tokens up to the last loss token, tokens of an environment included."""
+  counts = np.asarray(batch.mask) > 0
+  return np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
 
 
 def loss_tokens(batch: TrainBatch) -> np.ndarray:

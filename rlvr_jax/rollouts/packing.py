@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.ops.row_blocks import short_row
+from rlvr_jax.rollouts.batch import response_lengths
 from rlvr_jax.types import BatchShape, Packed, Rows, TrainBatch
 
 Size = TypeVar("Size", int, np.ndarray)
@@ -348,19 +349,13 @@ def pack_batch(
     np.asarray(prompts.tokens),
     np.asarray(prompts.lengths),
     np.asarray(batch.tokens),
-    packed_lengths(batch),
+    response_lengths(batch),
     layout,
     mask=np.asarray(batch.mask) > 0,
     routes=routes,
     own_rows=own_rows,
   )
   return dataclasses.replace(batch, packed=packed, routes=None, prompt_routes=None)
-
-
-def packed_lengths(batch: TrainBatch) -> np.ndarray:
-  """i64[P, G], number of tokens of each response up to its last loss token."""
-  counts = np.asarray(batch.mask) > 0
-  return np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
 
 
 def pack(

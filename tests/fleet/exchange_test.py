@@ -16,7 +16,7 @@ from rlvr_jax.rollouts import group as group_file
 from rlvr_jax.storage.files import with_crc32
 from rlvr_jax.storage.objects import FolderObjects, Listed
 
-RECORD = SamplerRecord(0, 3, 2, "samples", "", False, [[1, 2]], 4, 0, 0)
+RECORD = SamplerRecord(0, 3, 2, "samples", "", False, [[1, 2]], 0, 0)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_what_a_record_may_contain_is_checked(name, exchange, objects):
 @pytest.fixture
 def trainer(exchange):
   """One that wants group 1 of draw 4, and has offered versions 2 and 3."""
-  made = toy.trainer(exchange, toy.Weights(), alone_s=0.0)
+  made = toy.trainer(exchange, toy.Weights(), deadline_s=0.0)
   for version in (2, 3):
     made.offer(toy.policy(version))
   made.want(toy.draw(4, version=2), [1])

@@ -150,7 +150,7 @@ def test_the_second_of_two_trainers_goes_on(fleet):
 
 
 def test_a_wait_in_vain_ends(fleet):
-  trainer = toy.trainer(fleet.exchange, fleet.weights, alone_s=0.3)
+  trainer = toy.trainer(fleet.exchange, fleet.weights, deadline_s=0.3)
   with pytest.raises(
     FleetError,
     match="no group is awaited: `want` has requested none, or all requested groups have been",

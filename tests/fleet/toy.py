@@ -170,7 +170,7 @@ def settings(name, **fields):
 
 
 def trainer(exchange, weights, *, identity=IDENTITY, fingerprints=None, **fields):
-  fields = {"alone_s": 20.0, "deadline_s": 20.0, **QUICK, **fields}
+  fields = {"deadline_s": 20.0, **QUICK, **fields}
   return remote.RemoteSampler(
     exchange,
     weights.publish,
@@ -260,9 +260,7 @@ def main(role, folder, updates):
     if t % 3 == 2:
       own.replace("checkpoint/step", b"%d" % (t + 1))
 
-  waits = dict(
-    silent_s=1.0, alone_s=200.0, deadline_s=200.0
-  )  # programs of a busy machine start late
+  waits = dict(silent_s=1.0, deadline_s=200.0)  # programs of a busy machine start late
   made = trainer(exchange, FolderWeights(own), fingerprints=known, **waits)
   train(made, updates=updates, first=first, store=Files(own), update=update)
 

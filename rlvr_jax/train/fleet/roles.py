@@ -440,7 +440,6 @@ def trainer_settings(
     allowed,
     silent_s=fleet.silent_s,
     deadline_s=deadline_s,
-    alone_s=deadline_s,
     poll_s=poll_s(folder),
   )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.packing import layout_of_few, packed_lengths
+from rlvr_jax.rollouts.batch import response_lengths
+from rlvr_jax.rollouts.packing import layout_of_few
 from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.claim import WorkdirError
 from rlvr_jax.train.checkpointing.workdir import read_config
@@ -124,7 +125,7 @@ class RunRows:
     return self._placement
 
   def _choose(self, batch: TrainBatch) -> RowTokens:
-    lengths = packed_lengths(batch)
+    lengths = response_lengths(batch)
     layout = choose_row_layout(
       self._shape,
       self._network.attention,
