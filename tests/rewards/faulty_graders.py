@@ -18,11 +18,6 @@ def faulty(completion, reference):
   if kind == "sleep":
     time.sleep(float(argument))
     return Grade(Outcome.CORRECT, 1.0, argument)
-  if kind == "longer":  # than the pool's limit, as announced; or longer still
-    announced, taken = map(float, argument.split())
-    with waiting(announced):
-      time.sleep(taken)
-    return Grade(Outcome.CORRECT, 1.0)
   if kind == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
@@ -81,14 +76,6 @@ def untestable(completion, reference):
 
 def untestable_self_test():
   raise OSError("no licence for this grader")
-
-
-def stuck_at_start(completion, reference):
-  raise AssertionError("never called")
-
-
-def stuck_at_start_self_test():
-  time.sleep(60)
 
 
 def dead_at_start_self_test():
