@@ -410,7 +410,7 @@ def test_lines_of_json_under_another_name(tmp_path):
 def test_missing_files_and_splits(tmp_path):
   with pytest.raises(ValueError, match=r"unknown data set 'gsm'; choose one of \['aime_2024'"):
     _prepare("gsm", tmp_path)
-  with pytest.raises(ValueError, match="data_dir is empty"):
+  with pytest.raises(ValueError, match="data_dir is empty: give the folder"):
     builder.prepare("gsm8k", "", tmp_path)
   with pytest.raises(FileNotFoundError, match=r"there is no such file in .*source"):
     _prepare("gsm8k", tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from rlvr_jax.rewards import GraderPool, Outcome
 from rlvr_jax.rewards.extraction import MAX_ANSWER, extract_answer
 from rlvr_jax.rewards.graders import gsm8k
-from rlvr_jax.rewards.mathematics import mathematics, mathematics_self_test
+from rlvr_jax.rewards.mathematics import mathematics
 
 LIMIT_S = 2.0  # of a processor
 PATH = "mathematics"
@@ -218,10 +218,6 @@ def test_no_text_raises():
     # Nor is an exception taken for an answer that cannot be read.
     assert "in comparing the answer" not in grade.detail, (gold, text, grade.detail)
   assert _grade(_boxed(r"2\ge½!x<1"), r"(-\infty,1)").outcome is Outcome.WRONG
-
-
-def test_self_test():
-  mathematics_self_test()
 
 
 # --- GSM8K ---
