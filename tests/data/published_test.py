@@ -21,6 +21,8 @@ from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.rewards.code import code
 from rlvr_jax.rewards.extraction import find_stated_answer
 
+pytestmark = pytest.mark.usefixtures("few_buckets")
+
 
 def _bytes(name, rows):
   """A file's bytes, in the format that its name says."""

@@ -175,14 +175,14 @@ def _all(source):
 
 
 @pytest.fixture(name="source")
-def _source(tmp_path):
+def _source(tmp_path, few_buckets):
   folder = tmp_path / "source"
   folder.mkdir()
   return _write(folder, train=_gsm8k_rows(range(20)), test=_gsm8k_rows(range(10_000, 10_008)))
 
 
 @pytest.fixture(name="math")
-def _math(tmp_path):
+def _math(tmp_path, few_buckets):
   """Levels 1 to 5 and one unknown; every other one has a solution of its own."""
   folder = tmp_path / "math"
   folder.mkdir()

@@ -54,14 +54,6 @@ def ask(pool, dialogue, text):
   return pool.step(dialogue, text).result(WAIT_S)
 
 
-def test_state_is_of_a_dialogue(pool):
-  first = start(pool, seed=1)
-  second = start(pool, seed=2, question="r")
-  assert ask(pool, first, "a") == Turn("1 q|a")
-  assert ask(pool, second, "b") == Turn("2 r|b")
-  assert ask(pool, first, "c") == Turn("1 q|a|c")
-
-
 def test_output_of_an_environment_is_kept_nowhere(pool):
   assert os.readlink(f"/proc/{pool.worker_pids()[0]}/fd/1") == os.devnull
   assert os.readlink(f"/proc/{pool.worker_pids()[0]}/fd/2") == os.devnull
@@ -184,10 +176,6 @@ def test_misuse_is_an_exception_of_the_future_or_the_call(pool):
   with pytest.raises(ValueError, match="has a step under way"):
     ask(pool, dialogue, "a")
   assert slow.result(WAIT_S) == Turn("0 q|sleep 0.2")
-  ended = start(pool)
-  pool.close_dialogue(ended)
-  with pytest.raises(ValueError, match="has ended"):
-    ask(pool, ended, "a")
   with pytest.raises(TypeError, match="JSON-serializable"):
     pool.reset(problem(answer=object()), 0)
   with pytest.raises(TypeError, match="text = b'a' has type bytes, expected str"):
