@@ -12,7 +12,7 @@ from rlvr_jax.data.sources import Concatenated, question_key
 
 
 @pytest.fixture(name="folder", scope="module")
-def _folder(tmp_path_factory):
+def _folder(tmp_path_factory, few_buckets):
   folder = tmp_path_factory.mktemp("mixture")
   gsm8k = lambda n: {"question": f"G{n}", "answer": f"#### {n}"}
   math = lambda n: {"problem": f"M{n}", "answer": str(n)}

@@ -125,11 +125,6 @@ def test_the_text_is_not_to_blame_for_a_repetition_that_fails(pool, tmp_path):
   assert isinstance(failure, Failure) and failure.kind == "failed"
 
 
-def test_a_hanging_reset(pool):
-  assert pool.reset(problem("hang"), 0).result(WAIT_S).kind == "timeout"
-  assert ask(pool, start(pool), "a") == Turn("0 q|a")
-
-
 def test_long_replies_are_cut_and_say_so(pool):
   half = MAX_REPLY // 2
   assert ask(pool, start(pool), f"long {half}") == Turn("é" * half)

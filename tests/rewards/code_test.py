@@ -127,11 +127,9 @@ def test_what_went_wrong(program, detail):
   assert detail in grade.detail
 
 
-def test_no_code_and_no_time():
+def test_no_code():
   assert code(" \n", _asserts("assert True")).outcome is Outcome.UNPARSEABLE
   assert code("```python\n```", _asserts("assert True")).outcome is Outcome.UNPARSEABLE
-  slow = "def add(a, b):\n  while True: pass"
-  assert code(slow, _asserts("assert add(1, 2)", time_limit_s=0.15)).outcome is Outcome.TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -637,7 +635,6 @@ def _checks(test, **more):
     # Tests that no program can pass.
     (_asserts("import numpy as np\nassert f(1)"), "a test imports 'numpy'|imports 'numpy'"),
     (_asserts("assert f(1"), "not Python"),
-    (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports"),
     (
       _asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"),
       "a setup imports",
@@ -645,10 +642,8 @@ def _checks(test, **more):
     (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
     (_asserts("assert f(1)", setup="x = ("), "a setup is not Python"),
     (_function("f", ([], 1), setup="import numpy"), "a setup imports"),
-    (_stdin(("", ""), setup="import numpy"), "a setup imports"),
-    (_checks("def check(c): import numpy"), "a test imports"),
+    (_checks("def check(c): import numpy.linalg"), "a test imports 'numpy'"),
     (_checks("def check(c): pass", prompt="import numpy\ndef f(x):"), "a prompt imports"),
-    (_checks("import numpy.linalg\ndef check(c): pass"), "numpy"),
     (_checks("def check(c): assert ("), "not Python"),
     (_checks("def test(c): pass"), r"define check\(candidate"),
     (_checks("def check(c): pass", prompt="def ("), "the prompt"),

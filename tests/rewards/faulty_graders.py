@@ -48,11 +48,6 @@ def faulty(completion, reference):
     raise MemoryError
   if kind == "raise":
     raise ValueError(argument)
-  if kind == "print":
-    print('{"outcome": "wrong", "score": 0, "detail": "forged"}', flush=True)
-    os.write(1, b"noise\n" * 100_000)
-    os.write(2, b"noise\n" * 100_000)
-    return Grade(Outcome.CORRECT, 1.0, f"read {sys.stdin.read()!r}")
   if kind == "flood":  # guesses the descriptors of the protocol
     for descriptor in range(3, 16):
       try:

@@ -91,12 +91,6 @@ def test_fault_inside_a_grader_costs_no_worker(pool):
   assert pool.worker_pids() == before
 
 
-def test_printing_and_reading_do_not_reach_the_protocol(pool):
-  grades = pool.grade(["print", "ok"], [{}] * 2)
-  assert _outcomes(grades) == ["correct", "correct"]
-  assert grades[0].detail == "read ''"
-
-
 def test_long_details_are_cut(pool):
   (grade,) = pool.grade(["detail"], [{}])
   assert (grade.outcome, grade.score, len(grade.detail)) == (Outcome.WRONG, 0.5, 1000)
