@@ -146,12 +146,6 @@ def test_what_the_servers_faults_mean(pool, text, kind, detail):
 
 
 @needs_server
-def test_a_long_reply_of_the_server_is_cut(pool):
-  reply = ask(pool, start(pool, word="").dialogue, "long 600000").reply
-  assert reply.endswith("[Cut: this text had 1200000 bytes, at most 1048576 are kept.]")
-
-
-@needs_server
 def test_a_server_that_stops_is_at_fault_and_not_the_text():
   port = free_port()
   with (
