@@ -263,9 +263,9 @@ class Nonsense:
     app.add_routes([web.get("/schema", self._schema), web.get("/ws", self._session)])
     away = [web.get("/away/schema", self._away), web.get("/half/ws", self._away)]
     app.add_routes([*away, web.get("/half/schema", self._schema)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", self.port).start()
+    self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await self._runner.setup()
+    await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
   async def _schema(self, request):
     return web.json_response({"action": {"properties": {"message": {}}}})
@@ -294,6 +294,7 @@ class Nonsense:
     return ws
 
   def close(self):
+    asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join(WAIT_S)
 
