@@ -502,12 +502,12 @@ def f(x):
 @pytest.mark.parametrize(
   "reference",
   [
-    {"style": "asserts", "tests": ["assert f(1) == 3", "assert f(2) == 1", "assert f(3) == 4"]},
-    {"style": "asserts", "tests": ["assert f(1) == 3\nassert f(2) == 1 and f(3) == 4"]},
+    {"style": "asserts", "tests": ["assert f(1) == 1", "assert f(2) == 0", "assert f(3) == 2"]},
+    {"style": "asserts", "tests": ["assert f(1) == 1\nassert f(2) == 0 and f(3) == 2"]},
     {"style": "check", "entry_point": "f",
-     "test": "def check(c):\n  for x, y in ((1, 3), (2, 1), (3, 4)): assert c(x) == y"},
+     "test": "def check(c):\n  for x, y in ((1, 1), (2, 0), (3, 2)): assert c(x) == y"},
     {"style": "function", "entry_point": "f",
-     "cases": [{"input": [x], "output": y} for x, y in ((1, 3), (2, 1), (3, 4))]},
+     "cases": [{"input": [x], "output": y} for x, y in ((1, 1), (2, 0), (3, 2))]},
   ],
 )  # fmt: skip
 def test_guesses_are_not_told_to_be_right(reference, tmp_path, monkeypatch):
@@ -517,5 +517,5 @@ def test_guesses_are_not_told_to_be_right(reference, tmp_path, monkeypatch):
   with contextlib.closing(sandbox.Sandbox(sandbox.NONE)) as open_world:
     monkeypatch.setattr(grader, "_sandboxes", sandboxes.Sandboxes())
     monkeypatch.setattr(sandboxes, "open_sandbox", lambda: open_world)
-    outcomes = [grader.code(program, reference).outcome for _ in range(15)]
+    outcomes = [grader.code(program, reference).outcome for _ in range(9)]
   assert (tmp_path / "guesses").exists() and set(outcomes) == WRONG, outcomes

@@ -393,19 +393,20 @@ def f():
   assert _run(sandbox, program, expected=None, memory_mib=256) == {"memory": True}
 
 
-def test_a_program_that_sleeps_says_so_and_one_that_works_does_not(sandbox):
+def test_a_program_that_sleeps_says_so_and_one_that_works_does_not():
   calls = []
-  task = lambda expected: {"cases": [{"input": [], "output": expected}], "total": 1,
-                           "style": "function", "entry_point": "f"}  # fmt: skip
+  case = {"input": [], "output": None}
+  task = {"cases": [case], "total": 1, "style": "function", "entry_point": "f"}
   naps = "import time\ndef f(): time.sleep(0.6)"
   works = "import time\ndef f():\n  while time.process_time() < 0.5: pass"
   sleeps = naps.replace("0.6", "60")
-  for program, limit_s in ((works, 1.0), (naps, 1.0), (sleeps, 0.5), (works, 1.0)):
-    verdict = sandbox.run(
-      {"mode": "calls", "sources": [program]}, task(None), time_limit_s=limit_s, memory_mib=512,
-      on_asleep=lambda program=program: calls.append(program),
-    )  # fmt: skip
-    assert verdict.get("passed", "timeout" in verdict) == 1, verdict
+  with contextlib.closing(Sandbox(NAMESPACES)) as sandbox:
+    for program, limit_s in ((naps, 1.0), (sleeps, 0.5), (works, 1.0)):
+      verdict = sandbox.run(
+        {"mode": "calls", "sources": [program]}, task, time_limit_s=limit_s, memory_mib=512,
+        on_asleep=lambda program=program: calls.append(program),
+      )  # fmt: skip
+      assert verdict.get("passed", "timeout" in verdict) == 1, verdict
   assert calls == [naps, sleeps]
 
 
@@ -498,24 +499,31 @@ def test_a_launcher_that_has_died_is_an_error():
 # Within this no user namespace can be made, so that no sandbox works.
 FORBIDDEN = (
   'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"',
-  "from rlvr_jax.rewards import code\ncode.code_self_test()\n"
-  "print(code._sandboxes._free[0].mechanism, code.code('def f(): return 1', "
-  "{'style': 'asserts', 'tests': ['assert f() == 1']}).outcome.value)",
+  f"""
+import os
+from rlvr_jax.codejudge.sandbox import SandboxError
+from rlvr_jax.rewards import code
+os.environ[{UNSANDBOXED!r}] = "yes"
+try:
+  code.code_self_test()
+except SandboxError as error:
+  print(error)
+os.environ[{UNSANDBOXED!r}] = {ACCEPTED!r}
+code.code_self_test()
+reference = {{"style": "asserts", "tests": ["assert f() == 1"]}}
+grade = code.code("def f(): return 1", reference)
+print(code._sandboxes._free[0].mechanism, grade.outcome.value)
+""",
 )
 
 
-@pytest.mark.parametrize("words", ["yes", ACCEPTED])
-def test_no_sandbox_no_run_unless_in_words(words):
-  environment = {name: value for name, value in os.environ.items() if name != UNSANDBOXED}
-  environment |= {} if words is None else {UNSANDBOXED: words}
+def test_no_sandbox_no_run_unless_in_words():
   command = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBIDDEN[0], sys.executable]
-  result = subprocess.run([*command, FORBIDDEN[1]], env=environment, capture_output=True, text=True)
-  if words == ACCEPTED:
-    assert (result.stdout, result.returncode) == ("none correct\n", 0), result.stderr
-  else:
-    assert result.returncode != 0 and result.stdout == ""
-    assert "generated code is not run here" in result.stderr
-    assert "namespaces: " in result.stderr and ACCEPTED in result.stderr
+  result = subprocess.run([*command, FORBIDDEN[1]], capture_output=True, text=True)
+  refused, accepted = result.stdout.splitlines()
+  assert accepted == "none correct" and result.returncode == 0, result.stderr
+  assert "generated code is not run here" in refused
+  assert "namespaces: " in refused and ACCEPTED in refused
 
 
 def test_without_walls_limits_and_deadline_hold():

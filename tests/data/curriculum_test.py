@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,20 +12,19 @@ from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.draws import ShuffledDraws, problem_draws
 from rlvr_jax.data.sources import Chosen
 
-SETTINGS = dict(dataset="chain_sum", train_size=50, warm_start_size=0, held_out_size=4,
-                train_seed=1, warm_start_seed=2, held_out_seed=3)  # fmt: skip
+SIZES = dict(train_size=50, warm_start_size=0, held_out_size=4)
 
 
-def level(digits):
-  settings = dict(min_terms=2, max_terms=2, min_digits=digits, max_digits=digits)
-  return {"name": "reasoning_gym", "kwargs": SETTINGS | {"settings": settings}}
+def level(operations):
+  """Problems with as many sums and products."""
+  return {"name": "steps", "kwargs": SIZES | {"terms": operations + 1}}
 
 
 @pytest.fixture(name="lines", scope="module")
 def _lines(tmp_path_factory):
   path = tmp_path_factory.mktemp("curriculum") / "mine.jsonl"
   path.write_text("".join(f'{{"prompt": "q{n}", "answer": "{n}"}}\n' for n in range(41)))
-  kwargs = dict(train=str(path), held_out_size=1, grader="gsm8k")
+  kwargs = dict(train=str(path), held_out_size=1, grader="mathematics")
   return {"mine": {"name": "jsonl", "kwargs": kwargs}}
 
 
@@ -66,9 +66,9 @@ def test_a_group_without_a_grade_tells_nothing(lines):
 
 
 def test_levels_follow_the_policy(lines):
-  task = tasks.curriculum(parts={"one": level(1), "two": level(2)}, by="part", weight="hard")
+  task = tasks.curriculum(parts={"one": level(1), "two": level(4)}, by="part", weight="hard")
   draws = problem_draws(task.train, batch_size=10, seed=0)
-  solved = lambda p: float(max(map(len, p.reference["metadata"]["expression"].split())) < 2)
+  solved = lambda p: float(len(re.findall(r"[+*]", p.question)) < 2)
   first, (_, metrics) = draws.draw(0, 0), draws.observe(0, np.full(10, 0.5), draws.get_state())
   assert metrics["curriculum/estimate/one"] == metrics["curriculum/estimate/two"] == 0.5
   assert metrics["curriculum/share/one"] + metrics["curriculum/share/two"] == 1.0
@@ -82,7 +82,7 @@ def test_levels_follow_the_policy(lines):
 
 @pytest.mark.parametrize("by", ["problem", "part"])
 def test_a_restored_run_draws_the_same(lines, by):
-  parts = lines if by == "problem" else {"one": level(1), "two": level(2)}
+  parts = lines if by == "problem" else {"one": level(1), "two": level(4)}
   source = lambda: tasks.curriculum(parts=parts, by=by).train
   rate = lambda p: (len(p.question) * 7 + int(p.answer)) % 5 / 4
   begun = problem_draws(source(), batch_size=6, seed=3)
@@ -163,7 +163,7 @@ def test_a_source_that_is_none_is_shuffled_as_ever():
       dict(parts={"a": {"name": "curriculum", "kwargs": {}}}),
       "'a' of the curriculum is .* a name other than mixture, curriculum, guess",
     ),
-    (dict(parts={"a": {"name": "reasoning_gym", "kwargs": SETTINGS | {"train_size": 2_000_000}}}),
+    (dict(parts={"a": {"name": "steps", "kwargs": SIZES | {"train_size": 2_000_000}}}),
      "have 2000000 problems, .*set by = 'part'"),
   ],
 )  # fmt: skip

@@ -21,6 +21,8 @@ from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.rewards.code import code
 from rlvr_jax.rewards.extraction import find_stated_answer
 
+pytestmark = pytest.mark.usefixtures("few_buckets")
+
 
 def _bytes(name, rows):
   """A file's bytes, in the format that its name says."""
@@ -410,7 +412,7 @@ def test_lines_of_json_under_another_name(tmp_path):
 def test_missing_files_and_splits(tmp_path):
   with pytest.raises(ValueError, match=r"unknown data set 'gsm'; choose one of \['aime_2024'"):
     _prepare("gsm", tmp_path)
-  with pytest.raises(ValueError, match="data_dir is empty"):
+  with pytest.raises(ValueError, match="data_dir is empty: give the folder"):
     builder.prepare("gsm8k", "", tmp_path)
   with pytest.raises(FileNotFoundError, match=r"there is no such file in .*source"):
     _prepare("gsm8k", tmp_path)

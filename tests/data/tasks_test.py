@@ -175,14 +175,14 @@ def _all(source):
 
 
 @pytest.fixture(name="source")
-def _source(tmp_path):
+def _source(tmp_path, few_buckets):
   folder = tmp_path / "source"
   folder.mkdir()
   return _write(folder, train=_gsm8k_rows(range(20)), test=_gsm8k_rows(range(10_000, 10_008)))
 
 
 @pytest.fixture(name="math")
-def _math(tmp_path):
+def _math(tmp_path, few_buckets):
   """Levels 1 to 5 and one unknown; every other one has a solution of its own."""
   folder = tmp_path / "math"
   folder.mkdir()
@@ -198,6 +198,7 @@ def _math(tmp_path):
 
 def test_published(source):
   task = _published(source, warm_start_size=5, held_out_size=6)
+  assert "tensorflow_datasets" in sys.modules and "tensorflow" not in sys.modules
   assert (len(task.warm_start), len(task.train), len(task.held_out)) == (5, 15, 6)
   problem = task.held_out[1]
   assert problem.question == "Ann’s 10001 hens lay 2 eggs each. How many?\n"
@@ -315,8 +316,6 @@ def test_published_programs(tmp_path):
     ({"split": "", "warm_start_size": 1}, 'warm_start_size is given but split is ""'),
     ({"split": "test"}, "split and held_out_split are both 'test' of gsm8k: nothing would be left"),
     ({"split": "validation"}, r"gsm8k has no split 'validation' .*only \['test', 'train'\]"),
-    ({"dataset": "gsm"}, "unknown data set 'gsm'; choose one of"),
-    ({"data_dir": ""}, "data_dir is empty: give the folder"),
     ({"prepared_dir": "gs://bucket/p"}, "prepared_dir = 'gs://bucket/p' is a URL"),
     (
       {"prompt": "{answer}"},
@@ -352,14 +351,8 @@ def test_sums_hold_numbers_out():
     tasks.sums(largest=3, held_out_numbers=3)
 
 
-def test_published_does_not_import_tensorflow(source, tmp_path):
-  script = (
-    "import sys\nfrom rlvr_jax.data import tasks\n"
-    "assert 'tensorflow_datasets' not in sys.modules\n"
-    f"tasks.published(dataset='gsm8k', data_dir={str(source)!r}, "
-    f"prepared_dir={str(tmp_path / 'prepared')!r})\n"
-    "assert 'tensorflow_datasets' in sys.modules and 'tensorflow' not in sys.modules\n"
-  )
+def test_tasks_do_not_import_tensorflow_datasets_before_they_need_it():
+  script = "import sys, rlvr_jax.data.tasks; assert 'tensorflow_datasets' not in sys.modules"
   root = pathlib.Path(__file__).parent.parent.parent
   environment = os.environ | {"PYTHONPATH": str(root)}
   subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=300)
@@ -396,6 +389,7 @@ def test_gsm8k_as_published(as_published):
   assert trained[0].solution.endswith("clips altogether in April and May.\n#### 72")
 
 
+@pytest.mark.slow
 @shared
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
 def test_mbpp_as_published(as_published):

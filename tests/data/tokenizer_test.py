@@ -1,7 +1,7 @@
 """The byte tokenizer."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlvr_jax.data import ByteTokenizer, HuggingFaceTokenizer
@@ -9,6 +9,7 @@ from rlvr_jax.data import ByteTokenizer, HuggingFaceTokenizer
 TOKENIZER = ByteTokenizer()
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.text())
 def test_round_trip(text):
   ids = TOKENIZER.encode(text)

@@ -64,8 +64,6 @@ class Faulty:
       os._exit(int(argument))
     if kind == "signal":
       os.kill(os.getpid(), int(argument))
-    if kind == "sys.exit":
-      sys.exit(argument)
     if kind == "raise":
       raise ValueError(argument)
     if kind == "refuse":
@@ -78,8 +76,8 @@ class Faulty:
       return Turn("é" * int(argument))
     if kind == "return":
       return {
-        "none": None, "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
-        "infinite": Turn(score=-float("inf")), "large": Turn(score=10**400),
+        "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
+        "large": Turn(score=10**400),
         "score text": Turn(score="1"),
         "role": Turn("a", role="assistant"), "bytes": Turn(b"a\xff\xfeb"),
         "surrogates": Turn("a\ud800b\ud83d\ude00"), "tool": Turn("a", role="tool"),
@@ -178,11 +176,6 @@ def without_reset():
 
 def raising(*, kind="a fault"):
   raise OSError(kind)
-
-
-def dying():
-  os.write(2, b"last words\n")
-  os._exit(7)
 
 
 def stuck():

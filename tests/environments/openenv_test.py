@@ -21,10 +21,11 @@ from train import tiny
 from train.dialogues_test import config
 
 from rlvr_jax.commands.train import train
-from rlvr_jax.environments import Turn
+from rlvr_jax.environments import Refused, Turn
+from rlvr_jax.environments.base import declared_roles
 from rlvr_jax.environments.by_name import make_environment, parse_environment
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError, Started
-from rlvr_jax.environments.openenv import fill_in, make_action
+from rlvr_jax.environments.openenv import ServerError, fill_in, make_action
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.workers.pool import Failure
 
@@ -56,6 +57,17 @@ def start(pool, seed=0, **reference):
 
 def ask(pool, dialogue, text):
   return pool.step(dialogue, text).result(WAIT_S)
+
+
+PROBLEM = {"question": "q", "answer": "", "reference": {}}
+
+
+@contextlib.contextmanager
+def opened(url, **options):
+  """An environment in this process."""
+  environment = make_environment("environment", name(url, **options), deadline_s=5.0)
+  yield environment
+  environment.close()
 
 
 def free_port():
@@ -131,12 +143,6 @@ def test_what_the_servers_faults_mean(pool, text, kind, detail):
   assert detail in failure.detail
   assert ask(pool, innocent.dialogue, "b") == Turn("5|b")
   assert pool.worker_pids() == pids  # no process had to be killed
-
-
-@needs_server
-def test_a_long_reply_of_the_server_is_cut(pool):
-  reply = ask(pool, start(pool, word="").dialogue, "long 600000").reply
-  assert reply.endswith("[Cut: this text had 1200000 bytes, at most 1048576 are kept.]")
 
 
 @needs_server
@@ -257,9 +263,9 @@ class Nonsense:
     app.add_routes([web.get("/schema", self._schema), web.get("/ws", self._session)])
     away = [web.get("/away/schema", self._away), web.get("/half/ws", self._away)]
     app.add_routes([*away, web.get("/half/schema", self._schema)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", self.port).start()
+    self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await self._runner.setup()
+    await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 
   async def _schema(self, request):
     return web.json_response({"action": {"properties": {"message": {}}}})
@@ -288,6 +294,7 @@ class Nonsense:
     return ws
 
   def close(self):
+    asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join(WAIT_S)
 
@@ -357,10 +364,10 @@ def test_an_answer_to_nothing_is_not_taken_for_a_later_one(nonsense_pool):
   assert failure.kind == "failed" and "an answer without a request" in failure.detail
 
 
-def test_sessions_end_with_their_dialogues():
+def test_sessions_outlive_many_pings_and_end_with_their_dialogues():
   with contextlib.closing(Nonsense()) as server:
     url = f"http://127.0.0.1:{server.port}"
-    with EnvironmentPool(name(url, reply="{said}-{n}"), deadline_s=3.0) as pool:
+    with EnvironmentPool(name(url, reply="{said}-{n}"), deadline_s=2.0) as pool:
       dialogues = [start(pool).dialogue for _ in range(40)]  # more than threads
       assert server.open == 40
       slow = pool.step(dialogues[0], "nothing")
@@ -368,29 +375,22 @@ def test_sessions_end_with_their_dialogues():
       assert {turn.result(WAIT_S) for turn in turns} == {Turn('-[1, "é"]')}
       assert slow.result(WAIT_S).kind == "timeout"
       wait_until(lambda: server.open == 39)
+      time.sleep(0.5)  # the others have been idle for over two seconds, and are pinged each second
+      assert ask(pool, dialogues[1], "a") == Turn('-[1, "é"]')
       for dialogue in dialogues:
         pool.close_dialogue(dialogue)
       wait_until(lambda: server.open == 0)
 
 
-def test_idle_dialogues_outlive_many_pings(nonsense):
-  url = f"http://127.0.0.1:{nonsense.port}"
-  with EnvironmentPool(name(url, reply="{said}-{n}"), deadline_s=2.0) as pool:
-    dialogue = start(pool).dialogue
-    time.sleep(2.5)
-    assert ask(pool, dialogue, "a") == Turn('-[1, "é"]')
-
-
 def test_a_pattern_finds_the_action(nonsense):
-  url = f"http://127.0.0.1:{nonsense.port}"
-  with EnvironmentPool(
-    name(url, reply="{n}", pattern=r"<a>(.*?)</a>", role="tool"), deadline_s=5.0
-  ) as pool:
-    assert pool.roles == ("tool",)
-    dialogue = start(pool).dialogue
-    assert ask(pool, dialogue, "<a>no code</a> or <a>b</a>") == Turn('[1, "é"]', role="tool")
-    failure = ask(pool, dialogue, "a")
-    assert failure.kind == "refused" and "nothing matches '<a>(.*?)</a>'" in failure.detail
+  options = dict(reply="{n}", pattern=r"<a>(.*?)</a>", role="tool")
+  with opened(f"http://127.0.0.1:{nonsense.port}", **options) as environment:
+    assert declared_roles(environment) == ["tool"]
+    environment.reset(PROBLEM, 0)
+    turn = environment.step("<a>no code</a> or <a>b</a>")
+    assert turn == Turn('[1, "é"]', role="tool")
+    with pytest.raises(Refused, match=r"nothing matches '<a>\(\.\*\?\)</a>'"):
+      environment.step("a")
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -431,31 +431,27 @@ def test_wrong_arguments_are_told_in_one_line(options, message):
     listening.bind(("127.0.0.1", 0))
     listening.listen()
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    text = name(**{"url": url, **options})
-    with pytest.raises((ValueError, EnvironmentStartError), match=re.escape(message)) as error:
-      if options:
-        make_environment("environment", text)
-      else:
-        EnvironmentPool(text, deadline_s=1.0)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+      make_environment("environment", name(**{"url": url, **options}), deadline_s=1.0)
   assert "\n" not in str(error.value)
 
 
 def test_a_server_that_is_not_there(nonsense):
-  with pytest.raises(EnvironmentStartError, match=r"is no OpenEnv server, .*start the server"):
-    EnvironmentPool(name(f"http://127.0.0.1:{free_port()}"), deadline_s=5.0)
-  with pytest.raises(EnvironmentStartError, match=r"/schema has the status 404"):
-    EnvironmentPool(name(f"http://127.0.0.1:{nonsense.port}/no"), deadline_s=5.0)
+  with pytest.raises(ValueError, match=r"is no OpenEnv server, .*start the server"):
+    make_environment("environment", name(f"http://127.0.0.1:{free_port()}"))
+  with pytest.raises(ValueError, match=r"/schema has the status 404"):
+    make_environment("environment", name(f"http://127.0.0.1:{nonsense.port}/no"))
 
 
 def test_a_server_does_not_send_a_run_to_another_address(nonsense):
   url = f"http://127.0.0.1:{nonsense.port}"
-  with pytest.raises(
-    EnvironmentStartError, match=f"redirects to {url}/schema.*give that address as url"
+  with pytest.raises(ValueError, match=f"redirects to {url}/schema.*give that address as url"):
+    make_environment("environment", name(f"{url}/away"))
+  with (
+    opened(f"{url}/half", reply="{n}") as environment,
+    pytest.raises(ServerError, match=f"/half/ws redirects to {url}/ws"),
   ):
-    EnvironmentPool(name(f"{url}/away"), deadline_s=5.0)
-  with EnvironmentPool(name(f"{url}/half", reply="{n}"), deadline_s=5.0) as pool:
-    failure = pool.reset({"question": "", "answer": "", "reference": {}}, 0).result(WAIT_S)
-    assert failure.kind == "failed" and f"/half/ws redirects to {url}/ws" in failure.detail
+    environment.reset(PROBLEM, 0)
 
 
 def test_what_is_missing_or_comes_from_the_run_is_told_before_anything_starts():

@@ -58,32 +58,27 @@ FAILED = "test 1 of 1, input [2]: AssertionError: got 2, expected 3\n"
 UNREAD = r"a \equiv 3 \pmod{7}"  # the grader's detail may quote it
 
 
-@pytest.mark.parametrize(
-  ("grader", "reference", "wrong", "shown", "right"),
-  [
-    ("code", TESTS, WRONG, FAILED, RIGHT),
-    ("mathematics", {"answer": UNREAD}, r"\boxed{program: 5}", "", rf"\boxed{{{UNREAD}}}"),
-    ("weighted", weighted_reference("code", TESTS, [("boxed", 0.0)]), WRONG, FAILED, RIGHT),
-  ],
-  ids=["code", "mathematics", "weighted"],
-)
-def test_with_the_graders_of_tasks(grader, reference, wrong, shown, right):
+GRADED = [
+  ("code", TESTS, WRONG, FAILED, RIGHT),
+  ("mathematics", {"answer": UNREAD}, r"\boxed{program: 5}", "", rf"\boxed{{{UNREAD}}}"),
+  ("weighted", weighted_reference("code", TESTS, [("boxed", 0.0)]), WRONG, FAILED, RIGHT),
+]
+
+
+def test_with_the_graders_of_tasks():
+  """And a grader that crashes is a fault of its own, not a try."""
+  begin = lambda pool, grader, reference: pool.reset(
+    {**PROBLEM, "reference": {"grader": grader, "reference": reference}}, 0
+  )
   with (
-    GraderPool(grader, timeout_s=30.0) as graders,
+    GraderPool("by_reference", preload=["code"], timeout_s=30.0) as graders,
     EnvironmentPool("retry(discount=0.5)", deadline_s=30.0, grade=graders.submit) as pool,
   ):
-    problem = {**PROBLEM, "reference": reference}
-    dialogue = pool.reset(problem, 0).result(60).dialogue
-    reply = pool.step(dialogue, wrong).result(60).reply
-    assert reply == f"That is wrong.\n{shown}Try again; 2 tries are left."
-    assert pool.step(dialogue, right).result(60) == Turn(done=True, score=0.5, correct=True)
-
-
-def test_a_grader_that_crashes_is_a_fault_and_not_a_try():
-  with (
-    GraderPool("rewards.faulty_graders:faulty") as graders,
-    EnvironmentPool("retry", deadline_s=30.0, grade=graders.submit) as pool,
-  ):
-    dialogue = pool.reset(PROBLEM, 0).result(60).dialogue
+    for grader, reference, wrong, shown, right in GRADED:
+      dialogue = begin(pool, grader, reference).result(60).dialogue
+      reply = pool.step(dialogue, wrong).result(60).reply
+      assert reply == f"That is wrong.\n{shown}Try again; 2 tries are left.", grader
+      assert pool.step(dialogue, right).result(60) == Turn(done=True, score=0.5, correct=True)
+    dialogue = begin(pool, "rewards.faulty_graders:faulty", {}).result(60).dialogue
     failure = pool.step(dialogue, "raise a fault").result(60)
   assert failure.kind == "failed" and "ValueError: a fault" in failure.detail

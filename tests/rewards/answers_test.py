@@ -1,5 +1,6 @@
 """Verdicts of answers as a careful human grader gives them, and one grade for one normal form."""
 
+import functools
 import pathlib
 import random
 import time
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from rlvr_jax.rewards import Outcome
 from rlvr_jax.rewards.answers import parse_answer
+from rlvr_jax.rewards.extraction import extract_answer
 from rlvr_jax.rewards.mathematics import mathematics
 
 # Lines of gold | answer | = or !; an answer after @ is the full completion, others are in a box.
 VERDICTS = pathlib.Path(__file__).with_name("verdicts.txt").read_text(encoding="utf-8")
 
 
+@functools.cache
 def _verdicts():
   """Section → (gold, answer, whether it is right)."""
   sections = {}
@@ -36,18 +39,30 @@ def _boxed(answer):
 def _misjudged(gold, answer, right):
   """What is wrong with the grades of an answer; nothing if a careful human gives the same."""
   completions = [_boxed(answer), f"We get\n#### {answer}\n"]
-  for completion in [answer[1:]] if answer.startswith("@") else completions:
+  if answer.startswith("@"):
+    completions = [answer[1:]]
+  elif extract_answer(completions[0]) == extract_answer(completions[1]):
+    completions = completions[:1]  # a grade depends on the completion by its answer alone
+  for completion in completions:
     grade = mathematics(completion, {"answer": gold})
     if (grade.outcome is Outcome.CORRECT) is not right or grade.score != float(right):
       yield completion, grade
     if not grade.detail.startswith(grade.answer):
       yield "detail", grade
   for text in {gold, gold if answer.startswith("@") else answer}:
-    normal = str(parse_answer(text))
-    if str(parse_answer(normal)) != normal:
-      yield "normal form", normal, str(parse_answer(normal))
-    if mathematics(_boxed(text), {"answer": text}).outcome is not Outcome.CORRECT:
-      yield "its own text", text
+    yield from _misread(text)
+
+
+@functools.cache
+def _misread(text):
+  """What is wrong with the normal form of a text, and with its grade if it is the gold answer."""
+  wrong = []
+  normal = str(parse_answer(text))
+  if str(parse_answer(normal)) != normal:
+    wrong.append(("normal form", normal, str(parse_answer(normal))))
+  if mathematics(_boxed(text), {"answer": text}).outcome is not Outcome.CORRECT:
+    wrong.append(("its own text", text))
+  return wrong
 
 
 @pytest.mark.parametrize("section", _verdicts())

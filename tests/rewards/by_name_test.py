@@ -19,8 +19,9 @@ def near_self_test(*, tolerance):
 def either(completion, reference, tolerance=1.0):
   return tolerance
 
-def factory(*, tolerance=0.0):
-  return near
+async def awaited(completion, reference): return 1
+
+def judged(completion, reference, judge): return 1
 """
 
 
@@ -50,13 +51,18 @@ def test_hyper_parameters_reach_a_grader_and_its_self_test_in_the_workers(own):
   [
     ("near(tolerence=1)", r"near takes no 'tolerence'; .*near takes \['tolerance'\]"),
     ("near(completion='7')", "completion of .*near comes from the run; leave it out"),
+    ("awaited", "is a coroutine or generator function; a grader must be a plain function"),
+    ("judged", "missing a required argument: 'judge'"),
   ],
 )
-def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, message):
+def test_what_a_user_s_module_lacks_is_told_when_workers_load_it(
+  own, monkeypatch, tmp_path, text, message
+):
   parse_grader("config.grading.grader", f"{own}:{text}")
-  with pytest.raises(GraderStartError, match=message):
-    GraderPool(f"{own}:{text}")
   assert own not in sys.modules
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ValueError, match=message):
+    load_grader(f"{own}:{text}")
 
 
 @pytest.mark.parametrize(
@@ -64,12 +70,9 @@ def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, messag
   [
     ("mathematic", r"unknown; did you mean 'mathematics'"),
     ("Grade", "'Grade' is unknown"),
-    ("code(reward=fraction)", r"the value of reward is not a literal \(is it reward='fraction'"),
-    ("code('fraction')", "not a list of keyword=value"),
     ("code(rewards='all')", r"code takes no 'rewards'; code takes \['reward'\]"),
     ("gsm8k(reference={})", "reference of gsm8k comes from the run"),
     ("pattern", "missing a required (keyword-only )?argument: 'regex'"),
-    ("", "is not a component"),
     (None, "is not a component"),
   ],
 )

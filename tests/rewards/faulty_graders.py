@@ -18,11 +18,6 @@ def faulty(completion, reference):
   if kind == "sleep":
     time.sleep(float(argument))
     return Grade(Outcome.CORRECT, 1.0, argument)
-  if kind == "longer":  # than the pool's limit, as announced; or longer still
-    announced, taken = map(float, argument.split())
-    with waiting(announced):
-      time.sleep(taken)
-    return Grade(Outcome.CORRECT, 1.0)
   if kind == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
@@ -53,11 +48,6 @@ def faulty(completion, reference):
     raise MemoryError
   if kind == "raise":
     raise ValueError(argument)
-  if kind == "print":
-    print('{"outcome": "wrong", "score": 0, "detail": "forged"}', flush=True)
-    os.write(1, b"noise\n" * 100_000)
-    os.write(2, b"noise\n" * 100_000)
-    return Grade(Outcome.CORRECT, 1.0, f"read {sys.stdin.read()!r}")
   if kind == "flood":  # guesses the descriptors of the protocol
     for descriptor in range(3, 16):
       try:
@@ -81,14 +71,6 @@ def untestable(completion, reference):
 
 def untestable_self_test():
   raise OSError("no licence for this grader")
-
-
-def stuck_at_start(completion, reference):
-  raise AssertionError("never called")
-
-
-def stuck_at_start_self_test():
-  time.sleep(60)
 
 
 def dead_at_start_self_test():

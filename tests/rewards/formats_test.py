@@ -1,8 +1,11 @@
 """Graders of a completion's form."""
 
+import re
+
 import pytest
 
-from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
+from rlvr_jax.rewards import Outcome
+from rlvr_jax.rewards.by_name import load_grader
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
 
 
@@ -54,11 +57,5 @@ def test_pattern():
   regex = r"\A<a>.+</a>\Z"
   _check(pattern("<a>x\ny</a>", {}, regex=regex), True)
   _check(pattern("<a>x</a>.", {}, regex=regex), False, "no match")
-  with pytest.raises(GraderStartError, match="unterminated subpattern"):
-    GraderPool("pattern(regex='(')")
-
-
-def test_an_endless_pattern_costs_its_limit():
-  with GraderPool("pattern(regex='(a|a)*b')", timeout_s=0.5) as pool:
-    grades = pool.grade(["a" * 64, "ab"], [{}] * 2)
-  assert [grade.outcome for grade in grades] == [Outcome.TIMEOUT, Outcome.CORRECT]
+  with pytest.raises(re.error, match="unterminated subpattern"):
+    load_grader("pattern(regex='(')")

@@ -1,12 +1,10 @@
 """Grading in worker processes, and graders that do their worst to it."""
 
-import contextlib
 import os
 import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -37,6 +35,12 @@ def _patient_pool():
     yield pool
 
 
+@pytest.fixture(name="gsm8k", scope="module")
+def _gsm8k_pool():
+  with GraderPool("gsm8k") as pool:
+    yield pool
+
+
 def _outcomes(grades):
   return [grade.outcome.value for grade in grades]
 
@@ -50,48 +54,21 @@ def _exists(pid):
   return True
 
 
-@pytest.mark.parametrize("fault", ["spin", "child 60"])
-def test_timeout_kills_and_replaces_the_worker(fault):
-  with _pool() as pool:
+def test_a_timeout_costs_its_item_and_kills_the_worker_with_its_children():
+  marker = "61.4142"  # a sleep that no one else is sleeping
+  quick = ["sleep 0.1"] * 8  # longer than the limit together, which is per item
+  completions = [*quick, "spin", "ok b", f"child {marker}", "ok c"]
+  with _pool(timeout_s=0.4) as pool:
     (before,) = pool.worker_pids()
     started = time.monotonic()
-    grades = pool.grade(["ok a", fault, "ok b", fault, "ok c"], [{}] * 5)
-    assert _outcomes(grades) == ["correct", "timeout", "correct", "timeout", "correct"]
-    assert [grade.detail for grade in grades[::2]] == ["a", "b", "c"]
-    assert 0.8 <= time.monotonic() - started < 50  # the shortest fault would take 60
+    grades = pool.grade(completions, [{}] * len(completions))
+    assert _outcomes(grades) == ["correct"] * 8 + ["timeout", "correct", "timeout", "correct"]
+    assert [grade.detail for grade in grades[-3::2]] == ["b", "c"]
+    assert 1.6 <= time.monotonic() - started < 50  # the shortest fault would take 60
     assert pool.worker_pids() != [before]
     assert not _exists(before)
-
-
-def test_timeout_kills_the_graders_own_children():
-  marker = "61.4142"  # a sleep that no one else is sleeping
-  with _pool() as pool:
-    assert _outcomes(pool.grade([f"child {marker}"], [{}])) == ["timeout"]
-  pattern = f"^sleep {marker}"
-  wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode)
-
-
-def test_limit_is_per_item():
-  with _pool(timeout_s=0.4) as pool:
-    grades = pool.grade(["sleep 0.1"] * 8 + ["sleep 0.7"], [{}] * 9)
-  assert _outcomes(grades) == ["correct"] * 8 + ["timeout"]
-
-
-def test_a_grader_may_announce_that_it_takes_longer():
-  completions = ["longer 1.0 0.7", "longer 0.2 5.0", "sleep 0.7"]
-  with _pool(timeout_s=0.4) as pool:
-    grades = pool.grade(completions, [{}] * 3)
-  assert _outcomes(grades) == ["correct", "timeout", "timeout"]
-
-
-@pytest.mark.parametrize(
-  ("fault", "detail"), [("exit 3", "exit status 3"), ("flood", "line of over|not JSON")]
-)
-def test_death_of_a_worker_costs_only_its_item(fault, detail):
-  with _pool(timeout_s=2) as pool:
-    grades = pool.grade(["ok", fault, "ok"], [{}] * 3)
-    assert _outcomes(grades) == ["correct", "crashed", "correct"]
-  assert re.search(detail, grades[1].detail), grades[1].detail
+    pattern = f"^sleep {marker}"
+    wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode)
 
 
 def test_fault_inside_a_grader_costs_no_worker(pool):
@@ -114,22 +91,15 @@ def test_fault_inside_a_grader_costs_no_worker(pool):
   assert pool.worker_pids() == before
 
 
-def test_printing_and_reading_do_not_reach_the_protocol(pool):
-  grades = pool.grade(["print", "ok"], [{}] * 2)
-  assert _outcomes(grades) == ["correct", "correct"]
-  assert grades[0].detail == "read ''"
-
-
 def test_long_details_are_cut(pool):
   (grade,) = pool.grade(["detail"], [{}])
   assert (grade.outcome, grade.score, len(grade.detail)) == (Outcome.WRONG, 0.5, 1000)
 
 
-def test_answers_come_back_and_long_ones_stay_different():
+def test_answers_come_back_and_long_ones_stay_different(gsm8k):
   long = "9" * 5000
   answers = ["72", long, long + "1"]
-  with GraderPool("gsm8k") as pool:
-    grades = pool.grade(answers, [{"answer": long}] * 3)
+  grades = gsm8k.grade(answers, [{"answer": long}] * 3)
   assert _outcomes(grades) == ["wrong", "correct", "wrong"]
   assert grades[0].answer == "72"
   assert grades[1].answer[:100] == grades[2].answer[:100] == "9" * 100
@@ -154,23 +124,6 @@ def test_environment_reaches_the_workers_also_new_ones():
   assert "OWN_SWITCH" not in os.environ
 
 
-@pytest.mark.parametrize(
-  ("code", "message"),
-  [
-    (
-      "async def grade(completion, reference): return 1",
-      "is a coroutine or generator function; a grader must be a plain function",
-    ),
-    ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
-  ],
-)
-def test_functions_that_are_no_graders_do_not_start(tmp_path, monkeypatch, code, message):
-  monkeypatch.syspath_prepend(tmp_path)
-  (tmp_path / "own_grader.py").write_text(code)
-  with pytest.raises(GraderStartError, match=f"own_grader:grade' did not start: .*{message}"):
-    GraderPool("own_grader:grade")
-
-
 def test_what_a_text_can_cause_is_not_a_crash():
   """Else a policy could learn to have its worst rollouts left out."""
   texts = [
@@ -179,31 +132,21 @@ def test_what_a_text_can_cause_is_not_a_crash():
     # A full stack of C; an allocation in C that fails, as in GMP.
     (f"signal {signal.SIGSEGV.value}", "wrong", "signal SIGSEGV"),
     (f"signal {signal.SIGABRT.value}", "wrong", "signal SIGABRT"),
-    ("hang", "timeout", "it took longer than 2 s"),
-    # The kernel without memory, or a person; what is written into the replies; a fault.
+    ("hang", "timeout", "it took longer than 1 s"),
+    # The kernel without memory, or a person; an end of its own; what is written into the replies.
     (f"signal {signal.SIGKILL.value}", "crashed", "signal SIGKILL"),
-    (f"signal {signal.SIGTERM.value}", "crashed", "signal SIGTERM"),
     ("exit 3", "crashed", "exit status 3"),
-    ("raise odd", "crashed", "ValueError: odd"),
+    ("flood", "crashed", "line of over|not JSON"),
   ]
-  with _pool(timeout_s=2, memory_mib=2048) as pool:
+  with _pool(timeout_s=1, memory_mib=2048) as pool:
     for completion, outcome, detail in texts:
-      grades = pool.grade([completion, "ok"], [{}] * 2)
-      assert _outcomes(grades) == [outcome, "correct"], completion
-      assert detail in grades[0].detail and grades[0].score == 0.0
-
-
-def test_a_sleeper_holds_no_core_back():
-  graded = []
-  with _pool(timeout_s=60, on_grade=lambda: graded.append(1)) as pool:
-    sleeper = pool.submit(["nap 60"], [{}])
-    others = pool.submit([f"ok {i}" for i in range(50)], [{}] * 50)
-    assert [grade.detail for grade in others.result(30)] == [str(i) for i in range(50)]
-    assert not sleeper.done() and len(graded) == 50
+      grades = pool.grade(["ok", completion, "ok"], [{}] * 3)
+      assert _outcomes(grades) == ["correct", outcome, "correct"], completion
+      assert re.search(detail, grades[1].detail) and grades[1].score == 0.0, grades[1]
 
 
 def test_a_sleeper_gives_back_the_items_behind_it():
-  completions = ["nap 0.5", *(f"ok {i}" for i in range(40))] * 3
+  completions = ["nap 0.3", *(f"ok {i}" for i in range(40))] * 3
   graded = []
   with _pool(timeout_s=60, on_grade=lambda: graded.append(1)) as pool:
     for _ in range(2):  # those that slept go on grading
@@ -213,15 +156,14 @@ def test_a_sleeper_gives_back_the_items_behind_it():
 
 
 def test_a_grader_may_set_handlers_of_signals_while_a_program_sleeps():
-  tests = {"style": "asserts", "tests": ["assert f() == 1"], "time_limit_s": 30.0}
-  program = "import time\ntime.sleep(3)\ndef f(): return 1"
+  tests = {"style": "asserts", "tests": ["assert f() == 1"], "time_limit_s": 60.0}
+  program = "import time\ntime.sleep(60)\ndef f(): return 1"
   sleeping = {"grader": "code", "reference": tests}
   with GraderPool("by_reference", preload=["code"], timeout_s=30) as pool:
     sleeper = pool.submit([program], [sleeping])
     alarm = {"grader": FAULTY, "reference": {}}
     assert _outcomes(pool.grade(["alarm"] * 3, [alarm] * 3)) == ["correct"] * 3
     assert not sleeper.done()
-    assert _outcomes(sleeper.result(60)) == ["correct"]
 
 
 def test_worker_has_no_jax_and_one_thread(pool):
@@ -230,9 +172,9 @@ def test_worker_has_no_jax_and_one_thread(pool):
 
 
 def test_results_are_in_the_order_of_the_inputs():
-  delays = [0.1, 0.0, 0.05, 0.0, 0.0, 0.02] * 5
+  delays = [0.1, 0.0, 0.05, 0.0, 0.0, 0.02] * 3
   with _pool(num_workers=2, timeout_s=5) as pool:
-    first = pool.submit([f"sleep {delay}" for delay in delays], [{}] * 30)
+    first = pool.submit([f"sleep {delay}" for delay in delays], [{}] * 18)
     second = pool.submit([f"ok {i}" for i in range(200)], [{}] * 200)
     assert not first.done()  # submit does not wait
     assert [grade.detail for grade in second.result(10)] == [str(i) for i in range(200)]
@@ -269,9 +211,9 @@ def test_a_hanging_workers_replacement_starts_before_the_limit(tmp_path, monkeyp
 
 
 def test_a_replacement_that_died_is_no_replacement():
-  with _pool(timeout_s=4) as pool:
+  with _pool(timeout_s=3) as pool:
     before = descendants(os.getpid())
-    assert _outcomes(pool.grade(["sleep 2.2"], [{}])) == ["correct"]
+    assert _outcomes(pool.grade(["sleep 1.7"], [{}])) == ["correct"]
     (replacement,) = descendants(os.getpid()) - before
     os.killpg(replacement, signal.SIGKILL)
     wait_until(lambda: not running({replacement}))
@@ -286,44 +228,16 @@ def test_large_completions_do_not_block_on_a_stuck_worker():
   assert _outcomes(grades) == ["timeout", "correct", "correct", "correct"]
 
 
-def test_worker_killed_while_idle_is_replaced_at_no_items_cost():
-  with _pool(timeout_s=5) as pool:
-    (pid,) = pool.worker_pids()
-    os.killpg(pid, signal.SIGKILL)
-    time.sleep(0.1)
-    assert _outcomes(pool.grade(["ok", "ok"], [{}] * 2)) == ["correct", "correct"]
-    assert pool.worker_pids() != [pid]
-
-
-def test_close_ends_everything():
-  with _pool(num_workers=2, timeout_s=30) as pool:
-    pids = pool.worker_pids()
-    future = pool.submit(["hang"] * 10, [{}] * 10)
-    time.sleep(0.1)
-    started = time.monotonic()
-    pool.close()
-    assert time.monotonic() - started < 20  # not the limit of the first item
-    with pytest.raises(RuntimeError, match="closed"):
-      future.result(1)
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-      pool.submit(["ok"], [{}])
-  assert not any(_exists(pid) for pid in pids)
-
-
 @pytest.mark.parametrize(
   ("grader", "settings", "told"),
   [
-    ("no_such_module:grade", {}, "no_such_module:grade' did not start: .*No module named"),
-    ("faulty_graders:no_such", {}, "no function 'no_such'"),
-    ("faulty_graders:stuck_at_start", dict(startup_timeout_s=1), "startup_timeout_s = 1 s"),
     # More memory where it may be that; no word of modules where the module was found.
     ("gsm8k", dict(memory_mib=1), "MemoryError: .*raise memory_mib"),
     ("faulty_graders:dead_at_start", dict(memory_mib=2048), "(?s)status 7 last words .*2048 MiB"),
     (
       "code(reward=1)",
       dict(memory_mib=2048),
-      r"start: reward is 1, allowed: \['all', 'fraction'\]$",
+      r"code\(reward=1\)' did not start: reward is 1, allowed: \['all', 'fraction'\]$",
     ),
     ("faulty_graders:untestable", {}, r"no licence .*faulty_graders.py, line \d+\)$"),
   ],
@@ -351,14 +265,10 @@ def test_bad_arguments(kwargs, message):
     GraderPool(**{"grader": FAULTY, **kwargs})
 
 
-def test_by_default_there_is_a_worker_for_each_core():
-  cores = len(os.sched_getaffinity(0))
-  assert default_workers() == min(cores, 32)
-  one = f"os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
-  script = f"import os; {one}; from rlvr_jax.workers.pool import default_workers as d; print(d())"
-  environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
-  command = [sys.executable, "-c", script]
-  assert subprocess.check_output(command, env=environment, text=True) == "1\n"
+@pytest.mark.parametrize(("cores", "workers"), [({3}, 1), (range(64), 32)])
+def test_by_default_there_is_a_worker_for_each_core_at_most_32(monkeypatch, cores, workers):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+  assert default_workers() == workers
 
 
 def test_bad_items(pool):
@@ -379,50 +289,15 @@ def test_a_grader_that_can_no_longer_start_fails_the_future(tmp_path, monkeypatc
       pool.submit(["a", "b"], [{}] * 2).result(10)
 
 
-@pytest.mark.parametrize("completion", ["ok", "spin"])
-def test_workers_die_with_a_killed_parent(completion):
-  script = (
-    "import time\nfrom rlvr_jax.rewards import GraderPool\n"
-    f"pool = GraderPool({FAULTY!r}, timeout_s=0.5)\n"
-    "print(*pool.worker_pids(), flush=True)\n"
-    f"pool.submit([{completion!r}], [{{}}])\n"
-    "time.sleep(0.2)\nprint('ready', flush=True)\ntime.sleep(60)\n"
-  )
-  root = str(HERE.parent.parent)
-  environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, str(HERE)])}
-  parent = subprocess.Popen(
-    [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
-  )
-  pid = int(parent.stdout.readline())
-  assert parent.stdout.readline() == "ready\n"
-  parent.kill()
-  parent.wait()
-  parent.stdout.close()
-  try:
-    wait_until(lambda: _gone(pid))
-  finally:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(pid, signal.SIGKILL)
-
-
-def _gone(pid):
-  """Whether an orphan has ended: init may leave it a zombie for a while."""
-  try:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-  except OSError:
-    return True
-
-
-def test_a_cheap_batch_takes_milliseconds():
+def test_a_cheap_batch_takes_milliseconds(gsm8k):
   """256 items, a step of the quickstart: of this process's own time, whatever else is running.
 
   And no wait for each item, of which even the shortest would add up to seconds.
   """
-  with GraderPool("gsm8k") as pool:
-    own, waited = [], []
-    for _ in range(5):
-      began = time.process_time(), time.perf_counter()
-      pool.grade(["1 + 1 = 2\n#### 2"] * 256, [{"answer": "2"}] * 256)
-      own.append(time.process_time() - began[0])
-      waited.append(time.perf_counter() - began[1])
+  own, waited = [], []
+  for _ in range(5):
+    began = time.process_time(), time.perf_counter()
+    gsm8k.grade(["1 + 1 = 2\n#### 2"] * 256, [{"answer": "2"}] * 256)
+    own.append(time.process_time() - began[0])
+    waited.append(time.perf_counter() - began[1])
   assert min(own) < 0.05 and min(waited) < 1.0, (own, waited)
