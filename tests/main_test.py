@@ -17,6 +17,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands.train import train
+from rlvr_jax.data.task_utils import fill_template
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rewards.grading import GraderStartError
@@ -67,7 +68,6 @@ MISTAKES = [
   (dict(warm_start__learning_rate="constant(peak=1e-3, warmup=2147483648)"),
    r"warmup = 2147483648 is not"),
   (dict(model__overrides={"vocab_size": 10**12}), r"vocab_size=1000000000000 must be .* below 2"),
-  (dict(task__kwargs__prompt="{expression:>3000000000}"), r"has a width of 30+; at most 100000"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but config\.max_prompt_length is 4: raise"),
   (dict(max_response_length=2), r"a demonstration has \d tokens, .* max_response_length is 2"),
@@ -127,8 +127,7 @@ def compiled(log):
   ("fields", "message"), MISTAKES, ids=["-".join(fields) for fields, _ in MISTAKES]
 )
 def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, caplog):
-  of_their_generator = "task__name", "task__kwargs__prompt"
-  config = tiny.on_reasoning_gym() if fields.keys() & {*of_their_generator} else tiny.get_config()
+  config = tiny.get_config()
   flat = {name.replace("__", "."): value for name, value in fields.items()}
   with config.unlocked():
     config.update_from_flattened_dict(flat)
@@ -136,6 +135,11 @@ def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, ca
     build(config)
   assert re.search(message, str(error.value)), str(error.value)
   assert not compiled(caplog.text)
+
+
+def test_a_prompt_that_would_fill_the_memory_is_refused():
+  with pytest.raises(ValueError, match=r"has a width of 30+; at most 100000"):
+    fill_template("config.task.kwargs.prompt", "{number:>3000000000}", {"number": 1})
 
 
 def numbers_of(section, prefix=""):
