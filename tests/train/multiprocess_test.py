@@ -179,16 +179,19 @@ def assert_death_is_named(count, killed, waiting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+@pytest.mark.parametrize(
+  ("killed", "waiting"),
+  [(0, "for a message"), (0, "in a collective"), (0, "alone"), (1, "in a collective")],
+)
 def test_the_death_of_a_process_is_named(killed, waiting):
   """Found by one that waits for a message or in a collective, and by one that computes alone."""
   assert_death_is_named(2, killed, waiting)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("killed", [0, 5])
-@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+@pytest.mark.parametrize(
+  ("killed", "waiting"), [(0, "for a message"), (5, "in a collective"), (5, "alone")]
+)
 def test_the_death_of_one_of_eight_processes_is_named(killed, waiting):
   assert_death_is_named(8, killed, waiting)
 

@@ -148,13 +148,16 @@ def run(workdir, *flags, expect=0, config_file=__file__, file_kib=None, **variab
 
 
 @contextlib.contextmanager
-def started(workdir, *flags, config_file=__file__, **variables):
-  """The program in the background; killed at the end if it is still there."""
-  with open(f"{workdir}.log", "ab") as log:
+def started(workdir, *flags, config_file=__file__, log=None, **variables):
+  """The program in the background; killed at the end if it is still there.
+
+  What it prints is in the file `log`, by default beside a workdir on a disk.
+  """
+  with open(log or f"{workdir}.log", "ab") as file:
     process = subprocess.Popen(
       command(workdir, *flags, config_file=config_file),
-      stdout=log,
-      stderr=log,
+      stdout=file,
+      stderr=file,
       cwd=ROOT,
       env=environment(**variables),
     )
@@ -211,9 +214,9 @@ def cut(path):
 
 
 def flip(path):
-  """Flips one bit of a file."""
+  """Flips one bit in the middle of a file."""
   data = bytearray(path.read_bytes())
-  data[900] ^= 4
+  data[len(data) // 2] ^= 1
   path.write_bytes(data)
 
 
