@@ -251,7 +251,6 @@ def test_a_cache_has_a_key_value_head_per_device_of_tensor():
   [
     dict(data=2, fsdp=2, tensor=2),
     dict(data=2, tensor=4),  # a copy of every key/value head
-    dict(data=8),
     dict(tensor=8),  # more than there are heads
   ],
   ids=str,

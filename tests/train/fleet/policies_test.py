@@ -5,6 +5,7 @@ import dataclasses
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from train import tiny
@@ -23,6 +24,8 @@ from rlvr_jax.train.fleet.policies import (
   abstract_policy,
 )
 from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.initial_params import make_lora
+from rlvr_jax.train.setup.programs import trained_params
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +34,12 @@ def parts():
 
 
 def publisher_of(folder, parts, **settings):
-  network, adapters_only = parts.model.config, parts.lora is not None
-  return PolicyPublisher(folder, network, adapters_only=adapters_only, **settings)
+  return PolicyPublisher(folder, parts.model.config, adapters_only=False, **settings)
 
 
 def reader_of(folder, parts):
   trained, mesh = parts.placement.state.params, parts.placement.mesh
-  adapters_only = parts.lora is not None
-  policy = abstract_policy(trained, parts.model.config, mesh, adapters_only=adapters_only)
+  policy = abstract_policy(trained, parts.model.config, mesh, adapters_only=False)
   return PolicyReader(folder, policy)
 
 
@@ -104,13 +105,16 @@ def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(parts, tmp_path):
   assert len(kernel.sharding.device_set) == 4 and not kernel.sharding.is_fully_replicated
 
 
-def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
-  parts = build(tiny.config(lora__rank=2))
-  params = parts.initial.trained()
-  with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:
+def test_only_adapters_are_published_where_only_they_are_trained(parts, tmp_path):
+  network, mesh = parts.model.config, parts.placement.mesh
+  trained = trained_params(make_lora(tiny.config(lora__rank=2).lora), parts.placement.base)
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), trained)
+  with contextlib.closing(PolicyPublisher(tmp_path, network, adapters_only=True)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
-  assert same(reader_of(tmp_path, parts).restore(Policy(0, "a")), params)
+  policy = abstract_policy(trained, network, mesh, adapters_only=True)
+  assert same(PolicyReader(tmp_path, policy).restore(Policy(0, "a")), params)
 
 
 def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path, monkeypatch):
