@@ -30,6 +30,11 @@ def free_port():
     return probe.getsockname()[1]
 
 
+def place(coordinator, process, count=2):
+  """The flags that tell a process which one of a run it is."""
+  return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
+
+
 class Processes:
   """Some processes of one program, given what tells them apart."""
 
@@ -63,8 +68,8 @@ def training(workdir, count=2, config_file=tiny.__file__):
   """The program as so many processes, which have eight devices together."""
 
   def command_of(coordinator, process):
-    place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
-    return tiny.command(workdir, *FLAGS, *place, config_file=config_file)
+    flags = [*FLAGS, *place(coordinator, process, count)]
+    return tiny.command(workdir, *flags, config_file=config_file)
 
   processes = Processes(command_of, devices=8 // count, count=count)
   try:

@@ -20,7 +20,7 @@ from rlvr_jax.rollouts.answers import Answers
 from rlvr_jax.rollouts.batches import FingerprintError
 from rlvr_jax.rollouts.sampler import SamplerStoppedError
 from rlvr_jax.rollouts.sources import Source, Sources
-from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, TornShardError
+from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import begin, loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
@@ -600,8 +600,8 @@ def test_asked_to_end_while_a_stage_is_sampled(
   made.run.checkpointer.wait()
   numbers = made.run.store.numbers()
   assert set(range(4)) <= set(numbers) < set(range(8))
-  groups = [*(made.workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")]
-  assert len(groups) + (len(numbers) - 4) * rollouts.prompts >= rollouts.prompts
+  groups = tiny.unfinished_groups(made.workdir)
+  assert groups + (len(numbers) - 4) * rollouts.prompts >= rollouts.prompts
   written = {n: shard(made.workdir, n).stat().st_mtime_ns for n in numbers}
   made.run.store.close()  # there is one writer at a time
   workdir = made.workdir.rename(tmp_path / "run")

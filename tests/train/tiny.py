@@ -21,6 +21,7 @@ from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.rollouts.batches import versions_of
 from rlvr_jax.rollouts.group import join
+from rlvr_jax.rollouts.store import GROUPS_FOLDER
 from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -232,6 +233,13 @@ def records(workdir, phase=None):
   """The records of metrics.jsonl without what a clock measured."""
   found = [without_timings(record) for record in run_files.read_metrics(workdir)]
   return [record for record in found if phase in (None, record["phase"])]
+
+
+def unfinished_groups(workdir):
+  """The number of groups that are sampled and not yet in a batch of the store."""
+  if in_bucket(workdir):
+    return len(Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}").names())
+  return len([*(workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")])
 
 
 def read_stored(store, number):

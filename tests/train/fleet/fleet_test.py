@@ -358,9 +358,9 @@ def test_a_sampler_of_two_processes(tmp_path):
     fleet = Fleet(tmp_path / "run", tmp_path, started)
     trainer = fleet.trainer()
 
-    def command_of(coordinator, process):
-      place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
-      return fleets.sampler_command(fleet.workdir, "--config.mesh.data=2", *place)
+    def command_of(*of_pair):
+      flags = "--config.mesh.data=2", *multiprocess_test.place(*of_pair)
+      return fleets.sampler_command(fleet.workdir, *flags)
 
     pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
     try:
@@ -376,9 +376,9 @@ def test_a_sampler_of_two_processes(tmp_path):
 def test_a_trainer_of_two_processes(tmp_path):
   workdir = tmp_path / "run"
 
-  def command_of(coordinator, process):
-    place = (f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}")
-    return tiny.command(workdir, "--config.mesh.data=2", *place, config_file=fleets.__file__)
+  def command_of(*of_pair):
+    flags = "--config.mesh.data=2", *multiprocess_test.place(*of_pair)
+    return tiny.command(workdir, *flags, config_file=fleets.__file__)
 
   pair = multiprocess_test.Processes(command_of, devices=1, RLVR_JAX_COMMIT="tested")
   with fleets.programs() as started:
