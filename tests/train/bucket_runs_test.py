@@ -165,29 +165,11 @@ def published(url, step, phase):
   return is_there
 
 
-@contextlib.contextmanager
-def started(url, log, *flags, config_file=tiny.__file__, **variables):
-  """As `tiny.started`, with a log on the disk."""
-  with open(log, "ab") as file:
-    process = subprocess.Popen(
-      tiny.command(url, *flags, config_file=config_file),
-      stdout=file,
-      stderr=file,
-      cwd=tiny.ROOT,
-      env=tiny.environment(**variables),
-    )
-  try:
-    yield process
-  finally:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
 @pytest.mark.slow
 def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undisturbed, tmp_path):
   points = [(40, "warm_start", "0"), (3, "train", "0.4"), (10, "eval", "0.03")]
   for step, phase, seconds in points:
-    with started(url, tmp_path / "log", **{SECONDS: seconds}) as process:
+    with tiny.started(url, log=tmp_path / "log", **{SECONDS: seconds}) as process:
       tiny.wait_for(published(url, step, phase), process)
       if phase == "train":  # at a pace at which it is there when its next heartbeat comes
         refused = tiny.run(url, expect=1)
@@ -208,7 +190,7 @@ def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undistur
 
 @pytest.mark.soak
 def test_a_process_that_was_stopped_is_replaced(url, undisturbed, tmp_path):
-  with started(url, tmp_path / "log", **{SECONDS: "0.03"}) as process:
+  with tiny.started(url, log=tmp_path / "log", **{SECONDS: "0.03"}) as process:
     tiny.wait_for(published(url, 3, "train"), process)
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()

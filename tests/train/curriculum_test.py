@@ -64,19 +64,3 @@ def test_a_resumed_run_samples_the_same_problems(parts, tmp_path):
     train(parts, cut)
     assert tiny.records(cut, "train") == trained
     assert tiny.rollouts(cut) == tiny.rollouts(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "fields",
-  [
-    dict(schedule="asynchronous(max_lag=2)"),
-    dict(schedule="fixed_lag(lag=2)", dynamic_sampling=dict(enabled=True, max_batches=60)),
-  ],
-  ids=["asynchronous", "dynamic sampling"],
-)
-def test_it_learns_of_every_group_that_was_sampled(config_of, tmp_path, fields):
-  train(build(config_of(**fields)), tmp_path / "run")
-  trained = tiny.records(tmp_path / "run", "train")
-  assert len(trained) == 6 and trained[-1]["curriculum/seen"] > 0.9
-  assert len({record["curriculum/estimate"] for record in trained}) > 3

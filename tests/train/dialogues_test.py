@@ -156,33 +156,6 @@ def test_what_environments_break_is_left_out_and_told(tmp_path, capfd):
   assert details == {"", "OSError: no reset", "OSError: no turn"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "fields",
-  [
-    dict(schedule="asynchronous(max_lag=2)"),
-    dict(schedule="fixed_lag(lag=2)", dynamic_sampling=dict(enabled=True, max_batches=60)),
-    dict(sources__temperature=dict(fraction=0.5, temperature=1.3, recorded="sampled")),
-    dict(loss="p3o", advantage="fade", reweighting="salt", veto__enabled=True),
-    dict(loss="gspo", advantage="opo", aggregation="constant", overlong__buffer=4),
-    SCORED | dict(loss="m2po", veto__enabled=True, overlong__filter=True, diagnostics__every=2),
-  ],
-  ids=[
-    "asynchronous",
-    "dynamic sampling",
-    "sources",
-    "p3o fade salt veto",
-    "gspo opo constant",
-    "m2po scores of turns veto",
-  ],
-)
-def test_dialogues_go_with_everything(fields, tmp_path):
-  train(build(config(**fields)), tmp_path / "run")
-  trained = tiny.records(tmp_path / "run", "train")
-  assert [record["step"] for record in trained] == [1, 2, 3, 4]
-  assert all(np.isfinite(record["loss/surrogate"]) for record in trained)
-
-
 @pytest.fixture(scope="module", name="scored")
 def _scored(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("scored") / "run"

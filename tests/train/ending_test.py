@@ -12,7 +12,6 @@ from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.commands.train import train
-from rlvr_jax.rollouts.store import GROUPS_FOLDER
 from rlvr_jax.train.cluster import multihost, process
 from rlvr_jax.train.setup.build import build
 
@@ -54,12 +53,6 @@ def asked_when(moment):
   thread.join()
 
 
-def journal(workdir):
-  """Groups that are finished and not yet in a batch of the store."""
-  paths = (workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")
-  return len([*paths])
-
-
 @pytest.mark.slow
 def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   parts, undisturbed, tmp_path, monkeypatch, capsys
@@ -69,19 +62,19 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   monkeypatch.setenv(SECONDS, "0.05")
 
   # Between two bursts of the second refresh, which begins after update 4.
-  with asked_when(lambda: after(3)() and 0 < journal(workdir)):
+  with asked_when(lambda: after(3)() and 0 < tiny.unfinished_groups(workdir)):
     output = ended(parts, workdir, capsys)
   assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4
-  kept = journal(workdir)
+  kept = tiny.unfinished_groups(workdir)
   assert 0 < kept < 16
 
   # The kept ones are not sampled again, and graders take their time over the others.
   monkeypatch.setenv(SECONDS, "0.5")
-  with asked_when(lambda: journal(workdir) > kept):
+  with asked_when(lambda: tiny.unfinished_groups(workdir) > kept):
     output = ended(parts, workdir, capsys)
   assert "shutdown requested during generation; saving" in output
-  assert tiny.last_checkpoint(workdir)[0] == 4 and kept < journal(workdir) < 16
+  assert tiny.last_checkpoint(workdir)[0] == 4 and kept < tiny.unfinished_groups(workdir) < 16
   monkeypatch.setenv(SECONDS, "0.05")
 
   # Update 5 is made; its evaluation is not finished.

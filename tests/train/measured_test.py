@@ -10,10 +10,13 @@ SMALL_ROWS = dict(batch__tokens_per_row=16, batch__tokens_per_micro_batch=64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [{}, SMALL_ROWS], ids=["one", "several"])
 @pytest.mark.parametrize(
-  ("advantage", "metric"),
-  [("otb(truncation=2.0)", "advantage/tail"), ("opob", "advantage/sequence_ess")],
+  ("advantage", "metric", "rows"),
+  [
+    ("otb(truncation=2.0)", "advantage/tail", {}),
+    ("opob", "advantage/sequence_ess", SMALL_ROWS),
+  ],
+  ids=["one micro-batch", "several"],
 )
 def test_a_run_reports_what_it_measures(advantage, metric, rows, tmp_path):
   fields = dict(advantage=advantage, num_updates=2, diagnostics__every=2)

@@ -30,6 +30,11 @@ def free_port():
     return probe.getsockname()[1]
 
 
+def place(coordinator, process, count=2):
+  """The flags that tell a process which one of a run it is."""
+  return [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
+
+
 class Processes:
   """Some processes of one program, given what tells them apart."""
 
@@ -63,8 +68,8 @@ def training(workdir, count=2, config_file=tiny.__file__):
   """The program as so many processes, which have eight devices together."""
 
   def command_of(coordinator, process):
-    place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
-    return tiny.command(workdir, *FLAGS, *place, config_file=config_file)
+    flags = [*FLAGS, *place(coordinator, process, count)]
+    return tiny.command(workdir, *flags, config_file=config_file)
 
   processes = Processes(command_of, devices=8 // count, count=count)
   try:
@@ -179,16 +184,19 @@ def assert_death_is_named(count, killed, waiting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+@pytest.mark.parametrize(
+  ("killed", "waiting"),
+  [(0, "for a message"), (0, "in a collective"), (0, "alone"), (1, "in a collective")],
+)
 def test_the_death_of_a_process_is_named(killed, waiting):
   """Found by one that waits for a message or in a collective, and by one that computes alone."""
   assert_death_is_named(2, killed, waiting)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("killed", [0, 5])
-@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+@pytest.mark.parametrize(
+  ("killed", "waiting"), [(0, "for a message"), (5, "in a collective"), (5, "alone")]
+)
 def test_the_death_of_one_of_eight_processes_is_named(killed, waiting):
   assert_death_is_named(8, killed, waiting)
 

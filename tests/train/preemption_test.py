@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 from rewards.user_graders import SECONDS
 from train import preempted, tiny
-from train.multiprocess_test import Processes
+from train.multiprocess_test import MESH, Processes, place
 
-from rlvr_jax.rollouts.store import GROUPS_FOLDER
-from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.objects import open_objects
-from rlvr_jax.storage.places import in_bucket, parse_path
+from rlvr_jax.storage.places import parse_path
 
 STATUS = 143  # what the launcher asks for
 LIMIT_S = 20.0  # a preempted TPU VM gives about 30
-MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
 
 
 @contextlib.contextmanager
@@ -28,8 +25,7 @@ def running(workdir, count, **variables):
   def command_of(coordinator, process):
     flags = [*MESH, f"--stopped_status={STATUS}"]
     if count > 1:
-      flags += [f"--coordinator={coordinator}", f"--num_processes={count}"]
-      flags += [f"--process_id={process}"]
+      flags += place(coordinator, process, count)
     return tiny.command(workdir, *flags, config_file=preempted.__file__)
 
   processes = Processes(command_of, devices=8 // count, count=count, **variables)
@@ -64,13 +60,6 @@ def preempted_when(workdir, count, when, **variables):
   return outputs[0]
 
 
-def groups(workdir):
-  """Groups that are finished and not yet in a batch of the store."""
-  if in_bucket(workdir):
-    return len(Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}").names())
-  return len([*(workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")])
-
-
 def batches(workdir):
   names = open_objects(parse_path("", workdir) / "rollouts").list()
   return len([name for name in names if name.endswith(".safetensors") and "/" not in name])
@@ -100,15 +89,15 @@ def test_sigterm_in_every_phase(undisturbed, workdirs):
     return tiny.has_record(tiny.written(workdir), update, "train")()
 
   # Updates 1 to 4 are made and not saved; the groups of the next four batches come one by one.
-  in_refresh = lambda _: after(4) and groups(workdir)
+  in_refresh = lambda _: after(4) and tiny.unfinished_groups(workdir)
   output = preempted_when(workdir, count, in_refresh, **{SECONDS: "0.02"})
   assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
-  kept = groups(workdir)
+  kept = tiny.unfinished_groups(workdir)
   assert 0 < kept < 32
 
   # The others are sampled at once and wait for their grades.
-  in_grading = lambda _: groups(workdir) > kept
+  in_grading = lambda _: tiny.unfinished_groups(workdir) > kept
   output = preempted_when(workdir, count, in_grading, **{SECONDS: "1"})
   assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
@@ -159,7 +148,7 @@ def test_sigterm_at_random_moments(undisturbed, workdirs):
 def test_resumed_with_one_process_instead_of_two(tmp_path):
   """On another mesh, too: the same results but for rounding, which it says."""
   workdir, alone = tmp_path / "run", tmp_path / "alone"
-  in_refresh = lambda _: tiny.has_record(workdir, 4, "train")() and groups(workdir)
+  in_refresh = lambda _: tiny.has_record(workdir, 4, "train")() and tiny.unfinished_groups(workdir)
   preempted_when(workdir, 2, in_refresh, **{SECONDS: "0.02"})
   flags = ["--config.mesh.data=4", "--config.batch.tokens_per_row=0"]
   output = tiny.run(workdir, *flags, config_file=preempted.__file__)

@@ -119,24 +119,14 @@ DIALOGUES = dict(
   "fields",
   [
     DIALOGUES,
-    dict(sources__temperature__recorded="raw", reference__kl_coefficient=0.1),
     dict(mesh=dict(data=2, fsdp=2, tensor=2), batch__tokens_per_micro_batch=64),
-    dict(
-      sources__quantized__fraction=0.5,
-      sources__temperature__fraction=0.0,
-      model__overrides=MIXTURE | dict(compute_dtype="bfloat16"),
-    ),
-    dict(loss="gspo", reweighting="salt", expert_balance=0.01, diagnostics__every=2),
   ],
-  ids=["dialogues", "raw", "mesh", "quantized", "gspo salt"],
+  ids=["dialogues", "mesh"],
 )
-def test_replay_goes_with_everything(fields, tmp_path):
+def test_replay_goes_with_replies_and_meshes(fields, tmp_path):
   changed = tiny.config()
   of_run = {"sources__temperature__fraction": 0.5, "num_updates": 4} | fields
-  of_run |= {
-    "model__routing": "replayed",
-    "model__overrides": fields.get("model__overrides", MIXTURE),
-  }
+  of_run |= {"model__routing": "replayed", "model__overrides": MIXTURE}
   with changed.unlocked():
     changed.task = of_run.pop("task", changed.task)
     changed.update_from_flattened_dict({k.replace("__", "."): v for k, v in of_run.items()})
@@ -144,9 +134,8 @@ def test_replay_goes_with_everything(fields, tmp_path):
   records = tiny.records(tmp_path / "run", "train")
   assert [record["step"] for record in records] == [1, 2, 3, 4]
   assert all(np.isfinite(record["loss/surrogate"]) for record in records)
-  bound = 1e-4 if "compute_dtype" not in of_run["model__overrides"] else 5e-2
-  assert records[0]["agreement/policy_mean"] < bound
-  assert records[0]["routing/changed"] < (1e-3 if bound < 1e-3 else 0.5)
+  assert records[0]["agreement/policy_mean"] < 1e-4
+  assert records[0]["routing/changed"] < 1e-3
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.rollouts.batches import versions_of
 from rlvr_jax.rollouts.group import join
+from rlvr_jax.rollouts.store import GROUPS_FOLDER
 from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
@@ -148,13 +149,16 @@ def run(workdir, *flags, expect=0, config_file=__file__, file_kib=None, **variab
 
 
 @contextlib.contextmanager
-def started(workdir, *flags, config_file=__file__, **variables):
-  """The program in the background; killed at the end if it is still there."""
-  with open(f"{workdir}.log", "ab") as log:
+def started(workdir, *flags, config_file=__file__, log=None, **variables):
+  """The program in the background; killed at the end if it is still there.
+
+  What it prints is in the file `log`, by default beside a workdir on a disk.
+  """
+  with open(log or f"{workdir}.log", "ab") as file:
     process = subprocess.Popen(
       command(workdir, *flags, config_file=config_file),
-      stdout=log,
-      stderr=log,
+      stdout=file,
+      stderr=file,
       cwd=ROOT,
       env=environment(**variables),
     )
@@ -211,9 +215,9 @@ def cut(path):
 
 
 def flip(path):
-  """Flips one bit of a file."""
+  """Flips one bit in the middle of a file."""
   data = bytearray(path.read_bytes())
-  data[900] ^= 4
+  data[len(data) // 2] ^= 1
   path.write_bytes(data)
 
 
@@ -229,6 +233,13 @@ def records(workdir, phase=None):
   """The records of metrics.jsonl without what a clock measured."""
   found = [without_timings(record) for record in run_files.read_metrics(workdir)]
   return [record for record in found if phase in (None, record["phase"])]
+
+
+def unfinished_groups(workdir):
+  """The number of groups that are sampled and not yet in a batch of the store."""
+  if in_bucket(workdir):
+    return len(Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}").names())
+  return len([*(workdir / "rollouts" / GROUPS_FOLDER).glob("*.safetensors")])
 
 
 def read_stored(store, number):

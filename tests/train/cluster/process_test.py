@@ -12,33 +12,33 @@ from rlvr_jax.train.cluster import process
 
 
 @pytest.mark.parametrize(
-  ("body", "ends"),
+  ("body", "limit", "ends"),
   [
     # Native code that keeps the interpreter's lock, as a constructor of a library may.
-    ("with process.deadline(): ctypes.PyDLL(None).sleep(60)", True),
+    ("with process.deadline(): ctypes.PyDLL(None).sleep(60)", 1.0, True),
     pytest.param("""
 with process.deadline():
   for _ in range(4):
     time.sleep(1.0)
-    process.restart_deadline()""", False, marks=pytest.mark.slow),
+    process.restart_deadline()""", 3.0, False, marks=pytest.mark.slow),
     ("""
 with process.deadline():
   with process.deadline():
     pass
-  time.sleep(60)""", True),
+  time.sleep(60)""", 1.0, True),
     pytest.param("""
 with process.deadline():
   pass
 process.restart_deadline()
-time.sleep(4.0)""", False, marks=pytest.mark.slow),
+time.sleep(4.0)""", 3.0, False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
-def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
+def test_a_wait_without_a_sign_of_life_ends_the_process(body, limit, ends):
   begins = "import ctypes, time\nfrom rlvr_jax.train.cluster import process\n"
-  code = f"{begins}process.DEADLINE_S = 3.0\n{body}"
+  code = f"{begins}process.DEADLINE_S = {limit}\n{body}"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
-  assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
+  assert (f"Timeout (0:00:0{limit:.0f})!" in done.stderr and "<module>" in done.stderr) == ends
 
 
 @pytest.mark.parametrize(("limit", "seconds", "ends"), [(0.5, 60.0, True), (2.0, 0.1, False)])

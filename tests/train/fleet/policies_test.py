@@ -1,16 +1,20 @@
 """Policies are restored as they were published, complete or not at all, onto the sampler's mesh."""
 
 import contextlib
+import dataclasses
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from train import tiny
 
 from rlvr_jax.fleet.program import PolicyGoneError
+from rlvr_jax.models.functional import transformer
 from rlvr_jax.storage.places import Workdir, parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import ForeignCheckpointError, saved_steps
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.fleet import policies
 from rlvr_jax.train.fleet.policies import (
   Policy,
@@ -20,6 +24,8 @@ from rlvr_jax.train.fleet.policies import (
   abstract_policy,
 )
 from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.initial_params import make_lora
+from rlvr_jax.train.setup.programs import trained_params
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +34,19 @@ def parts():
 
 
 def publisher_of(folder, parts, **settings):
-  network, adapters_only = parts.model.config, parts.lora is not None
-  return PolicyPublisher(folder, network, adapters_only=adapters_only, **settings)
+  return PolicyPublisher(folder, parts.model.config, adapters_only=False, **settings)
 
 
 def reader_of(folder, parts):
   trained, mesh = parts.placement.state.params, parts.placement.mesh
-  adapters_only = parts.lora is not None
-  policy = abstract_policy(trained, parts.model.config, mesh, adapters_only=adapters_only)
+  policy = abstract_policy(trained, parts.model.config, mesh, adapters_only=False)
   return PolicyReader(folder, policy)
+
+
+def reader_of_network(folder, network, mesh):
+  """Of a sampler whose configuration has this network, without adapters."""
+  trained = sharding.abstract_params(transformer(network, sharding.make_layout(mesh)), mesh)
+  return PolicyReader(folder, abstract_policy(trained, network, mesh, adapters_only=False))
 
 
 def same(found, expected):
@@ -81,42 +91,41 @@ def test_a_policy_is_restored_as_published(storage, parts, tmp_path, request):
     assert same(reader.restore(second._replace(fingerprint="other")), params)
 
 
-def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(tmp_path):
-  trainer = build(tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}))
-  sampler = build(
-    tiny.config(**{"model__overrides__compute_dtype": "bfloat16"}, mesh__data=2, mesh__fsdp=2)
-  )
-  params = trainer.initial.trained()
-  with contextlib.closing(publisher_of(tmp_path, trainer)) as publisher:
+def test_a_sampler_gets_the_dtypes_that_decode_on_its_own_mesh(parts, tmp_path):
+  network = dataclasses.replace(parts.model.config, compute_dtype="bfloat16")
+  params = parts.initial.trained()
+  with contextlib.closing(PolicyPublisher(tmp_path, network, adapters_only=False)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
-  restored = reader_of(tmp_path, sampler).restore(Policy(0, "a"))
+  mesh = sharding.make_mesh(data=2, fsdp=2)
+  restored = reader_of_network(tmp_path, network, mesh).restore(Policy(0, "a"))
   kernel, scale = restored["blocks"]["query"], restored["final_norm"]["scale"]
   assert kernel.dtype == "bfloat16" and scale.dtype == "float32"
   assert np.array_equal(kernel, params["blocks"]["query"].astype("bfloat16"))
   assert len(kernel.sharding.device_set) == 4 and not kernel.sharding.is_fully_replicated
 
 
-def test_only_adapters_are_published_where_only_they_are_trained(tmp_path):
-  parts = build(tiny.config(lora__rank=2))
-  params = parts.initial.trained()
-  with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:
+def test_only_adapters_are_published_where_only_they_are_trained(parts, tmp_path):
+  network, mesh = parts.model.config, parts.placement.mesh
+  trained = trained_params(make_lora(tiny.config(lora__rank=2).lora), parts.placement.base)
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), trained)
+  with contextlib.closing(PolicyPublisher(tmp_path, network, adapters_only=True)) as publisher:
     publisher.publish(params, Policy(0, "a"))
     publisher.wait()
-  assert same(reader_of(tmp_path, parts).restore(Policy(0, "a")), params)
+  policy = abstract_policy(trained, network, mesh, adapters_only=True)
+  assert same(PolicyReader(tmp_path, policy).restore(Policy(0, "a")), params)
 
 
 def test_what_is_incomplete_or_of_another_network_is_not_restored(parts, tmp_path, monkeypatch):
   with contextlib.closing(publisher_of(tmp_path, parts)) as publisher:
     publisher.publish(parts.initial.trained(), Policy(0, "a"))
     publisher.wait()
-  other = build(tiny.config(model__overrides=dict(num_layers=1, width=64, mlp_width=64)))
+  other = dataclasses.replace(parts.model.config, width=64)
   with pytest.raises(ForeignCheckpointError, match="trainer's configuration"):
-    reader_of(tmp_path, other).restore(Policy(0, "a"))
+    reader_of_network(tmp_path, other, parts.placement.mesh).restore(Policy(0, "a"))
   (array,) = (tmp_path / "0" / "arrays" / "embedding").glob("0.0")
-  damaged = bytearray(array.read_bytes())
-  damaged[len(damaged) // 2] ^= 1
-  array.write_bytes(damaged)
+  tiny.flip(array)
   reader = reader_of(tmp_path, parts)
   with pytest.raises(PolicyGoneError):  # a trainer that starts may write it now
     reader.restore(Policy(0, "a"))

@@ -91,8 +91,10 @@ def test_a_completion_that_spells_nan_stays_text(tmp_path):
   assert record == {"step": 3, "phase": "eval", "completion": "nan"}
 
 
-@pytest.mark.parametrize("reached", [4, 9])
-@pytest.mark.parametrize("torn", [b"", b'{"step": 10, "ph', b'{"step": 4, "phase": "train"}'])
+@pytest.mark.parametrize(
+  ("reached", "torn"),
+  [(4, b""), (9, b'{"step": 10, "ph'), (9, b'{"step": 4, "phase": "train"}')],
+)
 def test_resumed_run_ends_with_the_same_bytes(tmp_path, reached, torn):
   write_run(tmp_path / "whole", range(1, 11))
   killed = tmp_path / "killed"

@@ -1,5 +1,8 @@
 """How many slots a run's engines have."""
 
+import dataclasses
+
+import optax
 import pytest
 from train import tiny
 
@@ -12,30 +15,29 @@ from rlvr_jax.train.setup.build import batch_shape, build, generates_separately
 from rlvr_jax.train.setup.engines import TrainerLayout, choose_slots
 
 
-def settings(**fields):
-  return build(tiny.config(**fields)).programs.engine.settings
+@pytest.fixture(scope="module")
+def parts():
+  return build(tiny.config())
 
 
-def test_slots_are_those_of_a_batch_or_as_many_as_are_set():
-  assert settings().slots == 8 * 4
-  assert settings(sampling__slots=6, mesh__data=4).slots == 8  # split evenly over devices
+def test_slots_are_those_of_a_batch_or_as_many_as_are_set(parts):
+  assert parts.programs.engine.settings.slots == 8 * 4
+  few = build(tiny.config(sampling__slots=6, mesh__data=4)).programs.engine
+  assert few.settings.slots == 8  # split evenly over devices
 
 
-def test_all_engines_have_the_format_of_the_cache():
+def test_training_and_evaluation_share_an_engine_if_they_sample_alike(parts):
+  """All engines have the format of the cache."""
+  alike = parts.programs
+  assert alike.held_out_engine is alike.engine
   programs = build(
     tiny.config(sampling__cache_format="int8", evaluation__sampling__temperature=0.5)
   ).programs
+  assert programs.held_out_engine is not programs.engine
   assert programs.engine.settings.cache_format == "int8"
   assert programs.held_out_engine.settings.cache_format == "int8"
   with pytest.raises(ValueError, match=r"cache_format='int4'; allowed: \['', 'int8'\]"):
-    settings(sampling__cache_format="int4")
-
-
-def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
-  alike = build(tiny.config()).programs
-  assert alike.held_out_engine is alike.engine
-  other = build(tiny.config(evaluation__sampling__temperature=0.5)).programs
-  assert other.held_out_engine is not other.engine
+    build(tiny.config(sampling__cache_format="int4"))
 
 
 def test_an_evaluation_has_slots_for_its_own_batch(monkeypatch):
@@ -84,13 +86,11 @@ def test_slots_are_limited_by_the_devices_memory():
     choose_for(config, model, 100, 16 * 10**9)
 
 
-@pytest.mark.parametrize(
-  ("optimizer", "kept"),
-  [("adamw()", 12), ("sgd()", 4)],
-)
-def test_memory_holds_the_moments_that_the_optimizer_keeps(optimizer, kept):
-  state = build(tiny.config(optimizer=optimizer)).placement.state
-  assert engines.bytes_per_trained_parameter(state) == kept
+def test_memory_holds_the_moments_that_the_optimizer_keeps(parts):
+  state = parts.placement.state  # of adamw
+  assert engines.bytes_per_trained_parameter(state) == 12
+  of_sgd = dataclasses.replace(state, opt_state=optax.sgd(1e-3).init(state.params))
+  assert engines.bytes_per_trained_parameter(of_sgd) == 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from train import tiny
+from train.sums import sums
 
 from rlvr_jax.commands.train import FAILURES
 from rlvr_jax.data import ByteTokenizer, Problem, Task, tasks
@@ -105,9 +106,9 @@ def test_a_grader_of_the_run_hides_no_long_prompt(tmp_path):
 
 def test_what_is_generated_is_measured_when_it_is_drawn():
   """A million problems are not generated to be measured; the run then ends with one line."""
-  parts = build(tiny.config(task__kwargs=GENERATED, warm_start__num_steps=0))
+  task = limit_for(tiny.config(warm_start__num_steps=0), sums(**GENERATED))
   with pytest.raises(FAILURES, match=r"^a prompt has 3\d tokens .* begins 'as long as no"):
-    encode_prompts([parts.task.train[100]], parts.tokenizer, parts.shape.max_prompt_length)
+    encode_prompts([task.train[100]], ByteTokenizer(), tiny.config().max_prompt_length)
 
 
 @pytest.mark.slow

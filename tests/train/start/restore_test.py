@@ -48,7 +48,6 @@ def test_sources_are_read_as_written(sources, begun):
   ("text", "why"),
   [
     (None, "No such file"),
-    ("", "Expecting value"),
     ("garbage", "Expecting value"),
     ("[]", "it must name exactly the sources checkpoint"),
     ("{}", "it must name exactly the sources checkpoint"),

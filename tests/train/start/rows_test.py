@@ -1,5 +1,6 @@
 """The rows of a run: chosen once, recorded before they are used, and taken on every machine."""
 
+import dataclasses
 import json
 import shutil
 
@@ -55,7 +56,9 @@ def test_what_is_recorded_is_taken_and_what_is_configured_wins(parts, batch):
   taken = tiny.run_rows(parts, RowTokens(24, 48))
   layout = taken.placement(lambda: batch).row_layout
   assert (layout.length, layout.rows_per_device) == (24, 2)
-  given = build(tiny.config(batch__tokens_per_micro_batch=30))
+  config = parts.config.copy_and_resolve_references()
+  config.batch.tokens_per_micro_batch = 30
+  given = dataclasses.replace(parts, config=config)
   rows = tiny.run_rows(given, RowTokens(24, 48))
   assert rows.placement(lambda: batch) is given.placement
   assert [*rows.fields.values()] == [0, 30]
