@@ -10,7 +10,7 @@ import time
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from train import multiprocess_test, new_weights_test, tiny
+from train import dialogues_test, multiprocess_test, new_weights_test, routes_test, tiny
 from train.fleet import fleets
 
 from docs import glossary
@@ -170,6 +170,42 @@ def test_a_fleet_samples_what_one_program_samples(tmp_path):
   assert samples == expected_samples and arrays.keys() == expected.keys()
   for name in arrays:
     np.testing.assert_array_equal(arrays[name], expected[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_routes_of_a_mixture_in_a_fleet(tmp_path):
+  config = fleets.config(
+    num_updates=4,
+    model__overrides=routes_test.MIXTURE,
+    model__routing="replayed",
+    sources__temperature__fraction=0.5,
+    sources__temperature__temperature=1.5,
+  )
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  fleets.check_store(tmp_path / "run", 4)
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and records[0]["agreement/policy_mean"] < 1e-5
+  assert "agreement/temperature_mean" in records[0]
+  arrays, _, _ = tiny.read_stored(RolloutStore(tmp_path / "run" / "rollouts", writable=False), 0)
+  # Of every place, which the updates replay.
+  sizes = routes_test.LAYERS, routes_test.CHOSEN
+  assert arrays["routes"].shape == (*arrays["tokens"].shape, *sizes)
+  assert 0 < arrays["routes"].max() < routes_test.EXPERTS
+
+
+@pytest.mark.slow
+def test_dialogues_in_a_fleet(tmp_path):
+  config = dialogues_test.config(schedule="asynchronous(max_lag=2)", fleet__samplers=True)
+  parts = build(config)
+  with sampling(tmp_path / "run", parts) as errors:
+    train(parts, tmp_path / "run")
+  assert errors == []
+  records = tiny.records(tmp_path / "run", "train")
+  assert len(records) == 4 and all(record["dialogue/turns"] > 1 for record in records)
+  assert all(record["agreement/policy_mean"] < 1e-5 for record in records[:1])
 
 
 @pytest.mark.slow
