@@ -102,11 +102,12 @@ def test_a_last_state_is_that_of_the_last_token_with_an_effect(x64):
   tokens = tokens._replace(
     decay=jnp.where(real, tokens.decay, 0), strength=jnp.where(real, tokens.strength, 0)
   )
-  _, states = packed(tokens, rows)
+  _, states = jax.jit(lambda tokens: packed(tokens, rows))(tokens)
+  step = jax.jit(delta_step)
   for row, length in enumerate(lengths.tolist()):
     state = jnp.zeros_like(states[row])
     for t in range(length):
-      _, state = delta_step(state, *(x[row, t] for x in tokens))
+      _, state = step(state, *(x[row, t] for x in tokens))
     np.testing.assert_allclose(states[row], state, atol=1e-12)
 
 
@@ -114,11 +115,12 @@ def test_convolution_of_rows_equals_that_of_steps(x64):
   rows, sequences = make_rows(ROWS, 80)
   x = jax.random.normal(jax.random.key(0), (len(ROWS), 80, 6))
   taps = jax.random.normal(jax.random.key(1), (6, 4))
-  found = conv_rows(x, taps, rows)
+  found = np.asarray(jax.jit(conv_rows)(x, taps, rows))
+  step = jax.jit(conv_step)
   for row, index, first in sequences:
     window = jnp.zeros((3, 6))
     for t, place in enumerate(index):
-      out, window = conv_step(x[row, place], window, taps)
+      out, window = step(x[row, place], window, taps)
       if t >= first:
         np.testing.assert_allclose(found[row, place], out, atol=1e-12)
 
