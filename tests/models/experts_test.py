@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from oracles import checkpoints, updates
 from oracles.networks import EXPERTS as CONFIG
-from oracles.networks import FLOAT64, make_engine, make_method
+from oracles.networks import FLOAT64, S, V, make_engine, make_method
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
@@ -24,8 +24,7 @@ from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
 
-E, K, F, V = 5, 2, 12, 32
-P, G, S, T = 2, 3, 6, 5
+E, K, F = 5, 2, 12
 
 
 @functools.cache
@@ -34,14 +33,10 @@ def make_model():
   return model._replace(response_routed=jax.jit(model.response_routed))
 
 
-def draw_batch(seed=0):
-  """(prompts, tokens, lengths) of random rollouts; the second prompt is padded by 3."""
-  rng = np.random.default_rng(seed)
-  prompts = Prompts(
-    tokens=jnp.asarray(rng.integers(0, V, (P, S))), lengths=jnp.asarray([S, 3], jnp.int32)
-  )
-  lengths = jnp.asarray(rng.integers(1, T + 1, (P, G)), jnp.int32)
-  return prompts, jnp.asarray(rng.integers(0, V, (P, G, T))), lengths
+def draw_batch():
+  """(prompts, tokens, lengths) of random rollouts."""
+  batch = updates.make_batch()
+  return batch.prompts, batch.tokens, jnp.asarray(batch.mask.sum(-1), jnp.int32)
 
 
 def test_a_sampler_has_the_routers_of_training():
@@ -149,10 +144,14 @@ def test_given_routes_replace_the_choice_but_not_the_router():
   narrow = jax.tree.map(lambda x: jnp.maximum(x, 0).astype(jnp.uint8), routes)
   again, same, _ = model.response_routed(params, prompts, tokens, narrow, lengths)
   jax.tree.map(np.testing.assert_array_equal, (again, same), (hidden, routes))
-  real = np.asarray(lengths)[..., None] > np.arange(1, T + 1)  # the last token is not computed
-  assert np.all((np.asarray(routes.responses) >= 0) == real[..., None, None])
-  assert np.all((np.asarray(routes.prompts[1]) >= 0).all(axis=(1, 2)) == [0, 0, 0, 1, 1, 1])
-  np.testing.assert_allclose(np.sum(sums, axis=1), S + 3 + real.sum(), rtol=1e-5)
+  # The last token is not computed, and prompts are padded on the left.
+  real = np.asarray(lengths)[..., None] > np.arange(1, updates.T + 1)
+  asked = np.arange(updates.S) >= updates.S - prompts.lengths[:, None]
+  for found, expected in ((routes.responses, real), (routes.prompts, asked)):
+    np.testing.assert_array_equal(
+      np.asarray(found) >= 0, np.broadcast_to(expected[..., None, None], found.shape)
+    )
+  np.testing.assert_allclose(np.sum(sums, axis=1), asked.sum() + real.sum(), rtol=1e-5)
 
   others = jax.tree.map(lambda x: (x + 1) % E, narrow)
   loss = lambda params: jnp.sum(
@@ -190,8 +189,8 @@ def test_rows_choose_as_padded_rollouts_do():
   """The same hidden states, packed or not; and the same again by the routes of the rows."""
   model = make_model()
   params, batch = model.init(jax.random.key(0)), updates.make_batch()
-  lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
-  hidden, _, _ = model.response_routed(params, batch.prompts, batch.tokens, None, lengths)
+  prompts, responses, lengths = draw_batch()
+  hidden, _, _ = model.response_routed(params, prompts, responses, None, lengths)
   packed = updates.in_rows(batch, several=False).packed
   tokens, rows = jax.tree.map(lambda x: x[0], (packed.tokens, packed.rows))
   in_rows, routes, _ = jax.jit(model.row_routed)(params, tokens, rows)
