@@ -27,8 +27,9 @@ def masked(batch, x):
 # --- formulas -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("student", ["policy", "behavior"])
+@pytest.mark.parametrize(
+  ("student", "discount"), [("policy", 0.0), ("behavior", 0.7), ("policy", 1.0)]
+)
 def test_opd_is_the_gap_and_its_discounted_sums(student, discount):
   policy, batch, _ = random_case(0)
   by = policy if student == "policy" else batch.behavior_logprobs

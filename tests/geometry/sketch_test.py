@@ -98,9 +98,11 @@ def test_seed_alone_decides():
     forward = Forward(spoil(forward.hidden, mask), None, spoil(forward.projected, mask))
     return np.asarray(route.gram(params, {}, batch, forward, setting))
 
-  np.testing.assert_array_equal(run(5), run(5))
-  assert np.abs(run(5) - run(6)).max() > 0.01
-  np.testing.assert_array_equal(run(5), run(5, lambda x, mask: jnp.where(mask > 0, x, jnp.nan)))
+  expected = run(5)
+  np.testing.assert_array_equal(run(5), expected)
+  assert np.abs(run(6) - expected).max() > 0.01
+  spoilt = run(5, lambda x, mask: jnp.where(mask > 0, x, jnp.nan))
+  np.testing.assert_array_equal(spoilt, expected)
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ P, G = 3, 4
 rank_one_fraction = jax.jit(updates.rank_one_fraction)
 
 
-@pytest.mark.parametrize("shape", [(5, 30), (30, 5)])
-@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize(("shape", "scale"), [((5, 30), 1e-25), ((30, 5), 1.0), ((5, 30), 1e25)])
 def test_rank_one_fraction_is_that_of_the_singular_values(shape, scale):
   update = np.random.default_rng(7).normal(size=shape) + 1.0
   squares = np.linalg.svd(update, compute_uv=False) ** 2

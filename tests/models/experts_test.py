@@ -9,23 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from oracles import updates
+from oracles import checkpoints, updates
 from oracles.networks import EXPERTS as CONFIG
-from oracles.networks import FLOAT64, make_engine, make_method
+from oracles.networks import FLOAT64, S, V, make_engine, make_method
 from oracles.sampling import sample
 from oracles.updates import relative_distance
 
 from rlvr_jax.models.experts import NO_EXPERT, Experts
 from rlvr_jax.models.functional import cast_to_decode, transformer
-from rlvr_jax.models.huggingface import load_params, save_checkpoint
+from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.quantized import dequantize, quantize, rounded
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
 
-E, K, F, V = 5, 2, 12, 32
-P, G, S, T = 2, 3, 6, 5
+E, K, F = 5, 2, 12
 
 
 @functools.cache
@@ -34,14 +33,10 @@ def make_model():
   return model._replace(response_routed=jax.jit(model.response_routed))
 
 
-def draw_batch(seed=0):
-  """(prompts, tokens, lengths) of random rollouts; the second prompt is padded by 3."""
-  rng = np.random.default_rng(seed)
-  prompts = Prompts(
-    tokens=jnp.asarray(rng.integers(0, V, (P, S))), lengths=jnp.asarray([S, 3], jnp.int32)
-  )
-  lengths = jnp.asarray(rng.integers(1, T + 1, (P, G)), jnp.int32)
-  return prompts, jnp.asarray(rng.integers(0, V, (P, G, T))), lengths
+def draw_batch():
+  """(prompts, tokens, lengths) of random rollouts."""
+  batch = updates.make_batch()
+  return batch.prompts, batch.tokens, jnp.asarray(batch.mask.sum(-1), jnp.int32)
 
 
 def test_a_sampler_has_the_routers_of_training():
@@ -60,20 +55,25 @@ def test_a_sampler_has_the_routers_of_training():
 
 def run_layer(config, x, *, routes=None, real=None, experts=None):
   """One layer's mixture of x[R, L, D], and its kernels as NumPy arrays."""
-  params = updates.small_model(config).init(jax.random.key(0))["blocks"]["experts"]
-  kernels = {name: np.asarray(kernel[0]) for name, kernel in params.items()} | (experts or {})
+  rng = np.random.default_rng(1)
+  draw = lambda x: np.asarray(rng.normal(size=x.shape) * x.shape[-2] ** -0.5, x.dtype)
+  kernels = jax.tree.map(draw, nnx.to_pure_dict(layer_shapes(config)[1])) | (experts or {})
   module = make_layer(config, kernels)
   run = jax.jit(lambda x, routes, real: module(x, jax.nn.silu, routes=routes, real=real))
   mixed, routing = run(jnp.asarray(x), routes, real)
   return np.asarray(mixed), jax.tree.map(np.asarray, routing), kernels
 
 
-def make_layer(config, kernels):
+def layer_shapes(config):
+  """(graph, shapes of the kernels) of one layer's mixture."""
   build = lambda: Experts(
     config.experts, nnx.Rngs(0), width=config.width, dtype=config.param_dtype, residual_gain=1.0
   )
-  graph, _ = nnx.split(jax.eval_shape(build), nnx.Param)
-  return nnx.merge(graph, jax.tree.map(jnp.asarray, kernels))
+  return nnx.split(jax.eval_shape(build), nnx.Param)
+
+
+def make_layer(config, kernels):
+  return nnx.merge(layer_shapes(config)[0], jax.tree.map(jnp.asarray, kernels))
 
 
 def oracle(x, kernels, *, normalized, routes=None):
@@ -92,16 +92,17 @@ def oracle(x, kernels, *, normalized, routes=None):
   return out, chosen
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(x64, normalized):
+@pytest.mark.parametrize(("normalized", "replayed"), [(True, False), (False, True)])
+def test_a_layer_is_the_weighted_sum_of_the_chosen_experts(x64, normalized, replayed):
   config = dataclasses.replace(CONFIG, normalized_expert_weights=normalized, **FLOAT64)
   rng = np.random.default_rng(0)
   x = rng.normal(size=(2, 7, 16))
-  for routes in (None, np.argsort(rng.random((2, 7, E)), axis=-1)[..., :K].astype(np.uint8)):
-    mixed, routing, kernels = run_layer(config, x, routes=routes)
-    expected, chosen = oracle(x, kernels, normalized=normalized, routes=routes)
-    np.testing.assert_array_equal(routing.experts, chosen)
-    np.testing.assert_allclose(mixed, expected, rtol=1e-12, atol=1e-13)
+  routes = np.argsort(rng.random((2, 7, E)), axis=-1)[..., :K].astype(np.uint8)
+  routes = routes if replayed else None
+  mixed, routing, kernels = run_layer(config, x, routes=routes)
+  expected, chosen = oracle(x, kernels, normalized=normalized, routes=routes)
+  np.testing.assert_array_equal(routing.experts, chosen)
+  np.testing.assert_allclose(mixed, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_ties_go_to_the_first_experts():
@@ -143,10 +144,14 @@ def test_given_routes_replace_the_choice_but_not_the_router():
   narrow = jax.tree.map(lambda x: jnp.maximum(x, 0).astype(jnp.uint8), routes)
   again, same, _ = model.response_routed(params, prompts, tokens, narrow, lengths)
   jax.tree.map(np.testing.assert_array_equal, (again, same), (hidden, routes))
-  real = np.asarray(lengths)[..., None] > np.arange(1, T + 1)  # the last token is not computed
-  assert np.all((np.asarray(routes.responses) >= 0) == real[..., None, None])
-  assert np.all((np.asarray(routes.prompts[1]) >= 0).all(axis=(1, 2)) == [0, 0, 0, 1, 1, 1])
-  np.testing.assert_allclose(np.sum(sums, axis=1), S + 3 + real.sum(), rtol=1e-5)
+  # The last token is not computed, and prompts are padded on the left.
+  real = np.asarray(lengths)[..., None] > np.arange(1, updates.T + 1)
+  asked = np.arange(updates.S) >= updates.S - prompts.lengths[:, None]
+  for found, expected in ((routes.responses, real), (routes.prompts, asked)):
+    np.testing.assert_array_equal(
+      np.asarray(found) >= 0, np.broadcast_to(expected[..., None, None], found.shape)
+    )
+  np.testing.assert_allclose(np.sum(sums, axis=1), asked.sum() + real.sum(), rtol=1e-5)
 
   others = jax.tree.map(lambda x: (x + 1) % E, narrow)
   loss = lambda params: jnp.sum(
@@ -168,8 +173,7 @@ def test_replayed_experts_far_below_the_others_have_the_weights_of_their_own_log
   np.testing.assert_allclose(routing.weights[0, 0], odds / odds.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["full"])
-def test_experts_are_never_chosen_again_in_the_backward_pass(remat):
+def test_experts_are_never_chosen_again_in_the_backward_pass():
   prompts, tokens, lengths = draw_batch()
 
   def choices(config):
@@ -178,15 +182,15 @@ def test_experts_are_never_chosen_again_in_the_backward_pass(remat):
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return str(jax.make_jaxpr(jax.grad(loss))(shapes)).count(" top_k[")
 
-  assert choices(dataclasses.replace(CONFIG, remat=remat)) == choices(CONFIG) == 1
+  assert choices(dataclasses.replace(CONFIG, remat="full")) == choices(CONFIG) == 1
 
 
 def test_rows_choose_as_padded_rollouts_do():
   """The same hidden states, packed or not; and the same again by the routes of the rows."""
   model = make_model()
   params, batch = model.init(jax.random.key(0)), updates.make_batch()
-  lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
-  hidden, _, _ = model.response_routed(params, batch.prompts, batch.tokens, None, lengths)
+  prompts, responses, lengths = draw_batch()
+  hidden, _, _ = model.response_routed(params, prompts, responses, None, lengths)
   packed = updates.in_rows(batch, several=False).packed
   tokens, rows = jax.tree.map(lambda x: x[0], (packed.tokens, packed.rows))
   in_rows, routes, _ = jax.jit(model.row_routed)(params, tokens, rows)
@@ -231,28 +235,33 @@ def test_a_mesh_that_does_not_divide_the_experts_is_refused():
   mesh = sharding.make_mesh(tensor=8)
   with pytest.raises(ValueError, match=r"config.mesh.tensor = 8 does not divide expert_width = 12"):
     transformer(CONFIG, sharding.make_layout(mesh))
-  with pytest.raises(ValueError, match="experts_per_token=6 exceeds num_experts=5"):
-    dataclasses.replace(CONFIG, experts_per_token=6)
 
 
 # --- load -----------------------------------------------------------------------------------------
 
 
 def balance_by_hand(batch, params):
-  """(Switch Transformers' loss as a function of the parameters, metrics), token by token."""
+  """(Switch Transformers' loss, its gradient, metrics), token by token."""
   model = updates.small_model(dataclasses.replace(CONFIG, **FLOAT64))
   lengths = jnp.asarray(batch.mask.sum(-1), jnp.int32)
-  arguments = batch.prompts, batch.tokens, None, lengths
-  routed = jax.jit(model.response_routed)
-  routes = [np.asarray(part) for part in routed(params, *arguments)[1]]
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def weighted(params, weights):
+    """A sum over the router's probabilities, and its choice."""
+    _, routes, sums = model.response_routed(params, batch.prompts, batch.tokens, None, lengths)
+    return jnp.sum(weights * sums), routes
+
+  (_, routes), _ = weighted(params, np.zeros((2, E)))
+  routes = [np.asarray(part) for part in routes]
   chosen = [np.concatenate([x[..., layer, :].ravel() for x in routes]) for layer in range(2)]
   counts = np.stack([np.bincount(x[x >= 0], minlength=E) for x in chosen])
   shares = counts / counts.sum(1, keepdims=True)
-  mean = lambda params: routed(params, *arguments)[2] / (counts.sum(1, keepdims=True) / K)
-  loss = lambda params: jnp.mean(jnp.sum(E * shares * mean(params), axis=1))
+  # Each layer's E·Σ share·(mean probability), and of these the mean over the two layers.
+  (loss, _), gradient = weighted(params, E * shares / (counts.sum(1, keepdims=True) / K) / 2)
   logs = np.log(np.where(shares > 0, shares, 1))
   entropy = np.mean(-np.sum(shares * logs, axis=1)) / np.log(E)
-  return loss, (entropy, np.mean(E * shares.max(axis=1)), np.mean(counts == 0))
+  return loss, gradient, (entropy, np.mean(E * shares.max(axis=1)), np.mean(counts == 0))
 
 
 def test_the_balance_loss_and_the_load(x64):
@@ -262,9 +271,8 @@ def test_the_balance_loss_and_the_load(x64):
   # Of equal rewards the advantages are 0, and the balance is all that has a gradient.
   batch = dataclasses.replace(batch, rewards=np.ones_like(batch.rewards))
   (_, metrics), gradient = updates.gradient_of(method, batch, params)
-  loss, load = balance_by_hand(batch, params)
+  balance, balance_gradient, load = balance_by_hand(batch, params)
   found = values(metrics)
-  balance, balance_gradient = jax.jit(jax.value_and_grad(loss))(params)
   np.testing.assert_allclose(found["loss/expert_balance"], balance, rtol=1e-9)
   names = ("load_entropy", "largest_load", "unused_experts")
   np.testing.assert_allclose([found[f"routing/{name}"] for name in names], load, rtol=1e-6)
@@ -328,11 +336,8 @@ each_family = pytest.mark.parametrize(
 
 
 def load(folder, **sizes):
-  config = checkpoint_config(folder)
-  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  placed = sharding.add_shardings(shapes, sharding.make_mesh(**sizes))
   # Blocks of 200 bytes: an expert's kernel comes in several.
-  return load_params(folder, placed, config, block_bytes=200)
+  return checkpoints.load(folder, sharding.make_mesh(**sizes), block_bytes=200)[1]
 
 
 @each_family
@@ -371,8 +376,7 @@ def test_a_checkpoint_reads_back_in_every_form(tmp_path, family):
   (tmp_path / "fused" / "config.json").write_text(text)
   contiguous = {name: np.ascontiguousarray(x) for name, x in fused.items()}
   safetensors.save_file(contiguous, tmp_path / "fused" / "model.safetensors")
-  for sizes in (dict(), dict(fsdp=4, tensor=2)):
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused", **sizes), params)
+  jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused", fsdp=4, tensor=2), params)
 
 
 def test_experts_of_another_shape_are_refused_before_they_are_read(tmp_path):

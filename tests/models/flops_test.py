@@ -135,9 +135,7 @@ def test_lengths_count_as_they_are(config):
   assert forward_flops(config, *lengths, shared_prompt=False) == G * of_prompts + of_responses
 
 
-@pytest.mark.parametrize(
-  "name", ["qwen2.5_7b", "qwen3_4b", "llama3.2_1b", "gemma3_1b", "qwen3_30b_a3b", "mixtral_8x7b"]
-)
+@pytest.mark.parametrize("name", ["qwen2.5_7b", "gemma3_1b", "qwen3_30b_a3b"])
 def test_a_large_model_at_short_context_follows_six_n(name):
   config = preset(name)
   params = jax.eval_shape(transformer(config).init, jax.random.key(0))

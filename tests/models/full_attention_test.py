@@ -72,8 +72,8 @@ def plain_hidden(c, params, tokens):
 @pytest.mark.parametrize(
   "changes",
   [
-    dict(full_keys_as_values=False),
-    pytest.param(dict(sliding_layers=(SLIDES, FULL), num_layers=2), marks=pytest.mark.slow),
+    dict(full_keys_as_values=False, sliding_layers=(SLIDES, FULL), num_layers=2),
+    pytest.param(dict(), marks=pytest.mark.slow),
     pytest.param(
       dict(remat="full", sliding_layers=(SLIDES, SLIDES, FULL) * 2, num_layers=6),
       marks=pytest.mark.slow,

@@ -17,20 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import gguf_files
+from oracles.checkpoints import load, logits_after
 from oracles.gguf_files import HEAD_DIM, KINDS, SPECIAL, TOKENS, random_tensors, write
 from safetensors.numpy import load_file
 
 from rlvr_jax.configs import pretrained as recipe
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models import pretrained
-from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.gguf import QUANTIZATIONS, RECORD, convert, main
-from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config, longest_text
 from rlvr_jax.models.safetensors import SINGLE
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.storage.files import TEMPORARY
-from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts
 
 _PRETRAINED = os.environ.get("RLVR_PRETRAINED")
@@ -38,23 +36,6 @@ _FILES = {  # of every folder
   *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
   *(SINGLE, RECORD),
 }
-
-
-def loaded(folder):
-  model = transformer(checkpoint_config(folder))
-  shapes = add_shardings(jax.eval_shape(model.init, jax.random.key(0)), make_mesh())
-  return model, load_params(folder, shapes, model.config)
-
-
-def logits(folder, ids):
-  """[L, V] of tokens [L]."""
-  model, params = loaded(folder)
-  prompts = Prompts(
-    tokens=jnp.asarray(ids[None, :1], jnp.int32), lengths=jnp.asarray([1], jnp.int32)
-  )
-  responses = jnp.asarray(np.append(ids[1:], 0)[None, None], jnp.int32)
-  hidden = model.response_hidden(params, prompts, responses)[0, 0]
-  return np.asarray(head_logits(hidden, model.head(params)))
 
 
 @contextlib.contextmanager
@@ -95,7 +76,8 @@ def test_logits_are_those_of_the_formats_own_rotation(tmp_path, tied):
   ids = np.random.default_rng(2).integers(0, len(TOKENS), 24)
   expected = gguf_files.logits(tensors, ids)
   assert expected.std() > 0.5
-  np.testing.assert_allclose(logits(tmp_path / "out", ids), expected, atol=2e-4, rtol=2e-4)
+  found = logits_after(*load(tmp_path / "out"), ids[None], 1)[0]
+  np.testing.assert_allclose(found, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -390,7 +372,7 @@ def test_smollm2_answers(tmp_path):
   ids = tokenizer.encode_prompt("What is 2+3?")
   text = "The year 2024, don't"
   assert tokenizer.decode(tokenizer.encode(text)) == text
-  model, params = loaded(_PRETRAINED)
+  model, params = load(_PRETRAINED)
   prompts = Prompts(tokens=jnp.asarray([ids], jnp.int32), lengths=jnp.asarray([len(ids)]))
   responses, answer = np.zeros((1, 1, 12), np.int32), []
   hidden = jax.jit(model.response_hidden)

@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.checkpoints import golden_folders
+from oracles.checkpoints import golden_folders, load, logits_after, split_prompts
 from oracles.sampling import sample
 
 from rlvr_jax.models.experts import NO_EXPERT
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params, save_checkpoint
+from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.safetensors import open_checkpoint
 from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.programs import EnginePrograms
-from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
+from rlvr_jax.train.cluster.sharding import make_mesh
 from rlvr_jax.types import Prompts, Rows, Sampling
 
 _SHARED = os.environ.get("RLVR_SHARED")
@@ -30,8 +29,6 @@ _FOLDERS, _REFUSED = golden_folders("hf", "hf_moe", "hf_families")
 # Others have all that is particular to the rest: biases, norms, windows, routers.
 _QUICK = ("gemma2", "gemma3", "gemma4_large", "glm4", "llama", "mixtral", "olmo3")
 _QUICK += ("qwen3_5_moe", "smollm3_window")
-_slow = lambda f: () if f.name in _QUICK else pytest.mark.slow
-_CASES = [pytest.param(folder, id=folder.name, marks=_slow(folder)) for folder in _FOLDERS]
 _RECURRENT = [folder for folder in _FOLDERS if folder.name == "qwen3_5"]
 _MIXTURES = [f for f in _FOLDERS if f.parent.name == "hf_moe" or f.name == "qwen3_5_moe"]
 _STOP = 2
@@ -41,48 +38,40 @@ _close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)
 pytestmark = pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
 
 
-@pytest.fixture(params=_CASES)
+def each(folders, quick):
+  """Parametrizes by golden checkpoints; those that are not quick are slow."""
+  slow = lambda folder: () if folder.name in quick else pytest.mark.slow
+  cases = [pytest.param(folder, id=folder.name, marks=slow(folder)) for folder in folders]
+  return pytest.mark.parametrize("case", cases, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def case(request):
-  model = transformer(checkpoint_config(request.param))
-  model = model._replace(response_hidden=jax.jit(model.response_hidden))
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = load_params(request.param, add_shardings(shapes, make_mesh()), model.config)
+  model, params = load(request.param)
+  model = model._replace(
+    response_hidden=jax.jit(model.response_hidden), row_hidden=jax.jit(model.row_hidden)
+  )
   return model, params, np.load(request.param / "expected.npz")
 
 
+# The layers of a Qwen 3.5 with experts are here those of `qwen3_5` and `mixtral`.
+@each(_FOLDERS, quick=set(_QUICK) - {"qwen3_5_moe"})
 def test_logits_of_a_prompt_and_its_response_equal_the_published_models(case):
   model, params, expected = case
   ids, mask = expected["input_ids"], expected["attention_mask"]
   longest_padding = int((mask == 0).sum(axis=1).max())
   split = longest_padding + 1  # as early as can be: nearly all places are compared
-  prompts = Prompts(
-    tokens=jnp.asarray(ids[:, :split], jnp.int32),
-    lengths=jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32),
-  )
-  responses = jnp.asarray(np.pad(ids[:, split:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
-  hidden = model.response_hidden(params, prompts, responses)[:, 0]
-  logits = head_logits(hidden, model.head(params))
+  logits = logits_after(model, params, ids, split, mask)
   _close(logits, expected["logits"][:, split - 1 :])
 
 
-@pytest.mark.parametrize(
-  "case",
-  [
-    pytest.param(f, id=f.name, marks=() if f.name == "mixtral" else pytest.mark.slow)
-    for f in _MIXTURES
-  ],
-  indirect=True,
-)
+@each(_MIXTURES, quick=["mixtral"])
 def test_every_place_has_the_published_models_experts(case):
   """In a forward pass, in prefill and in decoding; at padding there are none."""
   model, params, expected = case
   ids, mask = expected["input_ids"], expected["attention_mask"]
   split = int((mask == 0).sum(axis=1).max()) + 1
-  prompts = Prompts(
-    tokens=jnp.asarray(ids[:, :split], jnp.int32),
-    lengths=jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32),
-  )
-  responses = jnp.asarray(np.pad(ids[:, split:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
+  prompts, responses = split_prompts(ids, split, mask)
   _, routes, _ = jax.jit(model.response_routed)(params, prompts, responses)
   found = np.concatenate([routes.prompts, routes.responses[:, 0, :-1]], axis=1)
   np.testing.assert_array_equal(found[mask == 1], expected["experts"][mask == 1])
@@ -102,20 +91,19 @@ def test_every_place_has_the_published_models_experts(case):
 )
 def test_an_export_has_the_published_tensors(folder, tmp_path):
   """Their names and bits, each expert's and those of rows in another order; and the settings."""
-  config = checkpoint_config(folder)
-  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  params = load_params(folder, add_shardings(shapes, make_mesh(fsdp=2, tensor=4)), config)
+  model, params = load(folder, make_mesh(fsdp=2, tensor=4))
   kind = json.loads((folder / "config.json").read_text())["model_type"]
-  save_checkpoint(tmp_path / "out", params, config, dtype="float32", source=folder)
+  save_checkpoint(tmp_path / "out", params, model.config, dtype="float32", source=folder)
   expected, found = open_checkpoint(folder), open_checkpoint(tmp_path / "out")
   assert found.keys() == expected.keys()
   for name, tensor in expected.items():
     rows = tensor.shape[0]
     np.testing.assert_array_equal(found[name].rows(0, rows), tensor.rows(0, rows), err_msg=name)
-  assert checkpoint_config(tmp_path / "out") == config
+  assert checkpoint_config(tmp_path / "out") == model.config
   assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
 
 
+@each(_FOLDERS, quick=_QUICK)
 def test_logits_of_cached_decoding_equal_the_published_models(case):
   model, params, expected = case
   ids, mask = jnp.asarray(expected["input_ids"], jnp.int32), expected["attention_mask"]
@@ -162,7 +150,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   _close(logits, expected["logits"][:, split - 1 :])
 
 
-@pytest.mark.slow
+@each(_FOLDERS, quick=[])
 def test_greedy_decoding_gives_the_published_models_tokens(case):
   model, params, expected = case
   ids, mask, greedy = (expected[k] for k in ("input_ids", "attention_mask", "greedy_tokens"))
@@ -189,35 +177,48 @@ def test_greedy_decoding_gives_the_published_models_tokens(case):
   np.testing.assert_array_equal(jnp.argmax(logits, axis=-1), new)
 
 
-@pytest.mark.parametrize("case", _RECURRENT, ids=lambda folder: folder.name, indirect=True)
+_PLACES = 96  # of a row, and of a prompt: one program computes all that have as many
+
+
+def logits_of_row(case, ids, rows):
+  """[L, V] of the L tokens of one row, which is padded to `_PLACES`."""
+  model, params, _ = case
+  pad = lambda x, value: jnp.pad(x, [(0, 0), (0, _PLACES - x.shape[1])], constant_values=value)
+  padded = Rows(*(pad(x, -1 if name == "prompts" else 0) for name, x in rows._asdict().items()))
+  hidden = model.row_hidden(params, pad(jnp.asarray(ids), 0), padded)
+  return head_logits(hidden, model.head(params))[0, : ids.shape[1]]
+
+
+@each(_RECURRENT, quick=["qwen3_5"])
 class TestStates:
   """Of gated DeltaNets."""
 
-  @pytest.mark.parametrize("prefix", ["", "short_"])
-  def test_they_are_the_published_ones_after_a_prefix_and_after_every_token(self, case, prefix):
+  def test_they_are_the_published_ones_after_a_prefix_and_after_every_token(self, case):
     """A prefix of 66 tokens, in two chunks, and one of 2, shorter than the convolution."""
     model, params, expected = case
-    ids, following = expected[f"{prefix}prefix_ids"], expected[f"{prefix}decode_ids"]
-    tokens = np.concatenate([ids, following], axis=1).astype(np.int32)
-    of_prefix = jnp.full(len(ids), ids.shape[1])
     prefill = jax.jit(lambda params, *x: model.prefill(model.decoding_params(params), *x)[1])
-    for name, lengths in ((prefix, of_prefix), (f"{prefix}final_", of_prefix + following.shape[1])):
-      for layer, state in enumerate(prefill(params, tokens, lengths)):
-        _close(state.memory, expected[f"{name}recurrent_states"][layer])
-        windows = np.concatenate(state.windows, axis=-1).swapaxes(1, 2)
-        _close(windows, expected[f"{name}conv_states"][layer][..., 1:])  # the oldest is not read
+    for prefix in ("", "short_"):
+      ids, following = expected[f"{prefix}prefix_ids"], expected[f"{prefix}decode_ids"]
+      tokens = np.concatenate([ids, following], axis=1).astype(np.int32)
+      padded = np.pad(tokens, [(0, 0), (0, _PLACES - tokens.shape[1])])
+      for name, length in ((prefix, ids.shape[1]), (f"{prefix}final_", tokens.shape[1])):
+        states = prefill(params, padded, jnp.full(len(ids), length))
+        for layer, state in enumerate(states):
+          _close(state.memory, expected[f"{name}recurrent_states"][layer], err_msg=name)
+          windows = np.concatenate(state.windows, axis=-1).swapaxes(1, 2)
+          published = expected[f"{name}conv_states"][layer][..., 1:]  # the oldest is not read
+          _close(windows, published, err_msg=name)
 
   def test_nothing_passes_between_sequences_of_a_row(self, case):
     """Leaked states would move logits by 4 to 8."""
-    model, params, expected = case
+    *_, expected = case
     segments = jnp.asarray(expected["packed_segments"])
     ends = jnp.cumsum(jnp.bincount(segments[0]))[segments]
     rows = Rows(segments, jnp.asarray(expected["packed_positions"]), ends, ends)
-    hidden = jax.jit(model.row_hidden)(params, expected["packed_ids"], rows)
-    _close(head_logits(hidden, model.head(params)), expected["packed_logits"])
+    _close(logits_of_row(case, expected["packed_ids"], rows), expected["packed_logits"][0])
 
   def test_a_rollout_goes_on_from_its_prompt(self, case):
-    model, params, expected = case
+    *_, expected = case
     prompt, responses = expected["branch_prompt"][0], expected["branch_responses"]
     ids = np.concatenate([prompt, *responses])[None].astype(np.int32)
     S, (G, T) = len(prompt), responses.shape
@@ -229,8 +230,7 @@ class TestStates:
       starts=jnp.asarray(np.where(index < S, S, S + rollout * T)),
       prompt_ends=jnp.full_like(index, S),
     )
-    hidden = jax.jit(model.row_hidden)(params, ids, rows)
-    logits = head_logits(hidden, model.head(params))[0]
+    logits = logits_of_row(case, ids, rows)
     _close(logits[:S], expected["branch_prompt_logits"].reshape(S, -1))
     _close(logits[S:].reshape(G, T, -1), expected["branch_logits"])
 

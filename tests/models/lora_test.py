@@ -11,7 +11,6 @@ import pytest
 from oracles.updates import in_rows, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
-from rlvr_jax.configs import base
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
@@ -26,10 +25,6 @@ EVERYTHING = LoraSettings(rank=2, alpha=4.0)
 
 # Many programs, each run on little: compiled quickly rather than well.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def test_a_configuration_has_the_default_targets():
-  assert base.get_config().lora.targets == LoraSettings(rank=1, alpha=1.0).targets
 
 
 @functools.cache

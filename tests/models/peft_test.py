@@ -1,25 +1,23 @@
 """Adapters in PEFT's files: round trips, what is refused, and the library on golden models."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.checkpoints import load, logits_after
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params
-from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.storage.folders import locate
-from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Prompts
 
 CONFIG = TransformerConfig(
   vocab_size=8, width=6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_width=10
@@ -30,6 +28,7 @@ _SHARED = os.environ.get("RLVR_SHARED")
 _FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
 
 
+@functools.cache
 def random_adapters(config=CONFIG, settings=SETTINGS):
   key = jax.random.key(0)
   base = jax.eval_shape(transformer(config).init, key)
@@ -38,12 +37,25 @@ def random_adapters(config=CONFIG, settings=SETTINGS):
   return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.2, shapes)
 
 
-def saved(folder, **description):
-  """A folder of adapters whose configuration has fields changed."""
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+  """A folder of adapters, to be copied."""
+  folder = tmp_path_factory.mktemp("once") / "run"
   save_adapters(folder, random_adapters(), SETTINGS, CONFIG)
-  path = folder / CONFIG_FILE
-  path.write_text(json.dumps(json.loads(path.read_text()) | description))
   return folder
+
+
+@pytest.fixture
+def saved(tmp_path, once):
+  """(fields) → a folder of adapters whose configuration has these fields changed."""
+
+  def make(**description):
+    folder = shutil.copytree(once, tmp_path / "run")
+    path = folder / CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | description))
+    return folder
+
+  return make
 
 
 def rewrite(folder, change):
@@ -115,8 +127,8 @@ def test_an_adapter_of_a_whole_fused_tensor_is_one_of_each_of_its_kernels(tmp_pa
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_adapters_that_are_not_finite_are_named(tmp_path, value):
-  folder = saved(tmp_path / "run")
+def test_adapters_that_are_not_finite_are_named(saved, value):
+  folder = saved()
 
   def spoil(tensors):
     name = sorted(tensors)[-1]
@@ -130,8 +142,8 @@ def test_adapters_that_are_not_finite_are_named(tmp_path, value):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-def test_half_precision_is_read_as_float32(tmp_path, dtype):
-  folder = saved(tmp_path / "run")
+def test_half_precision_is_read_as_float32(saved, dtype):
+  folder = saved()
   rewrite(folder, lambda tensors: {name: x.astype(dtype) for name, x in tensors.items()})
   found, _ = load_adapters(folder, CONFIG)
   for loaded, exact in zip(jax.tree.leaves(found), jax.tree.leaves(random_adapters()), strict=True):
@@ -160,10 +172,10 @@ def test_half_precision_is_read_as_float32(tmp_path, dtype):
   ],
   ids=lambda description: next(iter(description)),
 )
-def test_other_kinds_of_adapters_are_refused(tmp_path, description):
+def test_other_kinds_of_adapters_are_refused(saved, description):
   ((field, value),) = description.items()
   with pytest.raises(ValueError, match=rf"'{field}': .*not supported.*merge_and_unload") as error:
-    load_adapters(saved(tmp_path / "run", **description), CONFIG)
+    load_adapters(saved(**description), CONFIG)
   assert repr(value) in str(error.value)
 
 
@@ -177,8 +189,8 @@ def test_other_kinds_of_adapters_are_refused(tmp_path, description):
   ],
   ids=lambda description: next(iter(description)),
 )
-def test_what_does_not_change_the_function_is_accepted(tmp_path, description):
-  found, _ = load_adapters(saved(tmp_path / "run", **description), CONFIG)
+def test_what_does_not_change_the_function_is_accepted(saved, description):
+  found, _ = load_adapters(saved(**description), CONFIG)
   jax.tree.map(np.testing.assert_array_equal, found, random_adapters())
 
 
@@ -190,9 +202,9 @@ def test_what_does_not_change_the_function_is_accepted(tmp_path, description):
     (dict(lora_alpha=0), "alpha = 0 is not a number"),
   ],
 )
-def test_settings_that_do_not_fit_are_refused(tmp_path, description, message):
+def test_settings_that_do_not_fit_are_refused(saved, description, message):
   with pytest.raises(ValueError, match=message):
-    load_adapters(saved(tmp_path / "run", **description), CONFIG)
+    load_adapters(saved(**description), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +215,9 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, description, message):
     (dict(width=8, head_dim=4), r"'blocks/query/a': \(\(2, 6, 2\), \(2, 8, 2\)\)"),
   ],
 )
-def test_another_base_is_refused(tmp_path, change, message):
+def test_another_base_is_refused(tmp_path, saved, change, message):
   with pytest.raises(ValueError, match=message):
-    load_adapters(saved(tmp_path / "run"), dataclasses.replace(CONFIG, **change))
+    load_adapters(saved(), dataclasses.replace(CONFIG, **change))
   with pytest.raises(ValueError, match="do not fit the model"):
     save_adapters(
       tmp_path / "x", random_adapters(), SETTINGS, dataclasses.replace(CONFIG, **change)
@@ -213,8 +225,8 @@ def test_another_base_is_refused(tmp_path, change, message):
   assert not (tmp_path / "x").exists()
 
 
-def test_tensors_of_other_modules_are_refused(tmp_path):
-  folder = saved(tmp_path / "run")
+def test_tensors_of_other_modules_are_refused(saved):
+  folder = saved()
   extra = {"base_model.model.lm_head.lora_A.weight": np.zeros((2, 6), np.float32)}
   rewrite(folder, lambda tensors: tensors | extra)
   message = r"\['base_model.model.lm_head.lora_A.weight'\]; it must have adapters"
@@ -222,8 +234,8 @@ def test_tensors_of_other_modules_are_refused(tmp_path):
     load_adapters(folder, CONFIG)
 
 
-def test_pickled_and_missing_files_are_refused(tmp_path):
-  folder = saved(tmp_path / "run")
+def test_pickled_and_missing_files_are_refused(tmp_path, saved):
+  folder = saved()
   (folder / WEIGHTS_FILE).rename(folder / "adapter_model.bin")
   with pytest.raises(
     FileNotFoundError, match=r"adapter_model\.safetensors is missing.*pickled adapters are not read"
@@ -243,10 +255,8 @@ def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
   """With adapters that we wrote, and with those that the library writes."""
   torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
   transformers = pytest.importorskip("transformers")
-  config = dataclasses.replace(checkpoint_config(folder), compute_dtype="float32", remat="none")
-  model = transformer(config)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  base = load_params(folder, sharding.add_shardings(shapes, sharding.make_mesh()), config)
+  model, base = load(folder, compute_dtype="float32", remat="none")
+  config = model.config
   ids = np.load(folder / "expected.npz")["input_ids"]
   load_base = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -255,11 +265,7 @@ def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
       return network(torch.tensor(ids)).logits.numpy()
 
   def ours(adapters, settings):
-    params = combine(adapters, base, settings)
-    prompts = Prompts(jnp.asarray(ids[:, :1]), jnp.ones(len(ids), jnp.int32))
-    responses = jnp.asarray(np.pad(ids[:, 1:], [(0, 0), (0, 1)]))[:, None]
-    hidden = model.response_hidden(params, prompts, responses)[:, 0]
-    return np.asarray(head_logits(hidden, model.head(params)))
+    return logits_after(model, combine(adapters, base, settings), ids, 1)
 
   settings = LoraSettings(rank=3, alpha=7.5)
   adapters = random_adapters(config, settings)

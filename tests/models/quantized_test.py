@@ -141,10 +141,9 @@ def make_engine(model):
   )
 
 
-@pytest.mark.parametrize("decode_rounded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
-  ("format", "tied_head"),
-  [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+  ("format", "tied_head", "decode_rounded"),
+  [(*CASES[0], True), pytest.param(*CASES[1], False, marks=pytest.mark.slow)],
 )
 def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head, decode_rounded):
   model = adapt_to_quantized(make_model(tied_head, 1), format, decode_rounded=decode_rounded)
@@ -172,8 +171,9 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head, de
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parameters", [None, dict(fsdp=8)], ids=str)
-@pytest.mark.parametrize(("format", "tied_head"), CASES)
+@pytest.mark.parametrize(
+  ("format", "tied_head", "parameters"), [(*CASES[0], None), (*CASES[1], dict(fsdp=8))]
+)
 def test_8_bits_are_decoded_on_a_mesh_as_on_one_device(format, tied_head, parameters):
   """Also of parameters that come from another layout."""
   results = []

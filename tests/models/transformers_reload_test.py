@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.checkpoints import golden_folders, old_style
+from oracles.checkpoints import golden_folders, load, logits_after, old_style
 
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params, save_checkpoint
-from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.huggingface import save_checkpoint
+from rlvr_jax.models.huggingface_config import config_fields
 from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
-from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
-from rlvr_jax.types import Prompts
 
 torch = pytest.importorskip("torch", reason="transformers computes with torch, not installed")
 transformers = pytest.importorskip("transformers")
@@ -33,13 +28,6 @@ _FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text", *_MIXTURES, *_L
 _PROMPT, _LENGTH = 6, 20  # tokens
 
 
-def loaded(directory):
-  config = checkpoint_config(directory)
-  model = transformer(config)
-  shapes = add_shardings(jax.eval_shape(model.init, jax.random.key(0)), make_mesh())
-  return model, load_params(directory, shapes, config)
-
-
 def their_logits(directory, ids, mask, **options):
   model = transformers.AutoModelForCausalLM.from_pretrained(
     directory, dtype=torch.float32, attn_implementation="eager", **options
@@ -48,18 +36,6 @@ def their_logits(directory, ids, mask, **options):
   positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
   with torch.no_grad():
     return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.numpy()
-
-
-def our_logits(directory, ids, mask):
-  """Of all tokens from the prompts' last on."""
-  model, params = loaded(directory)
-  prompts = Prompts(
-    tokens=jnp.asarray(ids[:, :_PROMPT], jnp.int32),
-    lengths=jnp.asarray(mask[:, :_PROMPT].sum(axis=1), jnp.int32),
-  )
-  responses = jnp.asarray(np.pad(ids[:, _PROMPT:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
-  hidden = model.response_hidden(params, prompts, responses)[:, 0]
-  return np.asarray(head_logits(hidden, model.head(params)))
 
 
 def batch(vocab_size):
@@ -73,7 +49,7 @@ def batch(vocab_size):
 @pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
 @pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
 def test_exports_of_the_golden_checkpoints_reload_with_the_same_logits(folder, tmp_path):
-  model, params = loaded(folder)
+  model, params = load(folder)
   save_checkpoint(tmp_path / "out", params, model.config, dtype="float32", source=folder)
   expected = np.load(folder / "expected.npz")
   found = their_logits(tmp_path / "out", expected["input_ids"], expected["attention_mask"])
@@ -264,7 +240,8 @@ def check_random(folder, family, seed):
   ids, mask = batch(config.vocab_size)
   theirs = their_logits(folder, ids, mask)[:, _PROMPT - 1 :]
   assert theirs.std() > 0.3
-  np.testing.assert_allclose(our_logits(folder, ids, mask), theirs, atol=1e-4, rtol=1e-4)
+  ours = logits_after(*load(folder), ids, _PROMPT, mask)
+  np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

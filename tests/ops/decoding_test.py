@@ -84,7 +84,7 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
       np.testing.assert_allclose(ours[slot, head], expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_blocks_that_other_slots_need_change_no_bit(dtype):
   found = tokens(PROMPT + RESPONSE)
   cast = lambda x: Cache.of(jnp.swapaxes(x.keys, 3, 4), x.values, dtype)

@@ -39,11 +39,6 @@ def make_rows(layout, length):
   return Rows(*map(jnp.asarray, fields)), [s for s in sequences if len(s[1]) > s[2]]
 
 
-@pytest.fixture(params=[80, 128])
-def rows(request):
-  return *make_rows(ROWS, request.param), request.param
-
-
 def make_tokens(length, heads=2, d_k=4, d_v=3):
   shape = (len(ROWS), length, heads)
   keys = jax.random.split(jax.random.key(0), 5)
@@ -77,9 +72,12 @@ def one_by_one(tokens, sequences):
   return out
 
 
-def test_rows_equal_the_recurrence_in_value_and_gradient(x64, rows, monkeypatch):
-  rows, sequences, length = rows
-  monkeypatch.setattr(delta_rule, "CHUNK", 8 if length == 80 else 64)
+@pytest.mark.parametrize(
+  ("length", "chunk"), [(80, 8), pytest.param(128, 64, marks=pytest.mark.slow)]
+)
+def test_rows_equal_the_recurrence_in_value_and_gradient(x64, length, chunk, monkeypatch):
+  rows, sequences = make_rows(ROWS, length)
+  monkeypatch.setattr(delta_rule, "CHUNK", chunk)
   tokens = make_tokens(length)
   real = (rows.prompts >= 0)[:, :, None, None]
   weights = jax.random.normal(jax.random.key(1), tokens.value.shape) * real
@@ -104,23 +102,25 @@ def test_a_last_state_is_that_of_the_last_token_with_an_effect(x64):
   tokens = tokens._replace(
     decay=jnp.where(real, tokens.decay, 0), strength=jnp.where(real, tokens.strength, 0)
   )
-  _, states = packed(tokens, rows)
+  _, states = jax.jit(lambda tokens: packed(tokens, rows))(tokens)
+  step = jax.jit(delta_step)
   for row, length in enumerate(lengths.tolist()):
     state = jnp.zeros_like(states[row])
     for t in range(length):
-      _, state = delta_step(state, *(x[row, t] for x in tokens))
+      _, state = step(state, *(x[row, t] for x in tokens))
     np.testing.assert_allclose(states[row], state, atol=1e-12)
 
 
-def test_convolution_of_rows_equals_that_of_steps(x64, rows):
-  rows, sequences, length = rows
-  x = jax.random.normal(jax.random.key(0), (len(ROWS), length, 6))
+def test_convolution_of_rows_equals_that_of_steps(x64):
+  rows, sequences = make_rows(ROWS, 80)
+  x = jax.random.normal(jax.random.key(0), (len(ROWS), 80, 6))
   taps = jax.random.normal(jax.random.key(1), (6, 4))
-  found = conv_rows(x, taps, rows)
+  found = np.asarray(jax.jit(conv_rows)(x, taps, rows))
+  step = jax.jit(conv_step)
   for row, index, first in sequences:
     window = jnp.zeros((3, 6))
     for t, place in enumerate(index):
-      out, window = conv_step(x[row, place], window, taps)
+      out, window = step(x[row, place], window, taps)
       if t >= first:
         np.testing.assert_allclose(found[row, place], out, atol=1e-12)
 

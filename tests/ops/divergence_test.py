@@ -53,8 +53,8 @@ HOW = [("all", 0, "renormalize")]
 HOW += itertools.product(("student", "teacher", "union"), (3,), ("renormalize", "tail"))
 SETTINGS = [
   Divergence(alpha=alpha, support=support, top_k=k, rest=rest)
-  for alpha in (0.0, 0.3, 1.0)
-  for support, k, rest in HOW
+  for alpha, of_alpha in ((0.0, HOW[-1:]), (0.3, HOW), (1.0, HOW[-1:]))
+  for support, k, rest in of_alpha
 ]
 
 
@@ -68,15 +68,14 @@ def test_formula(made):
   np.testing.assert_allclose(gradient, 0, atol=1e-14)  # a teacher that is the student
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("rest", ["renormalize", "tail"])
+@pytest.mark.parametrize(("alpha", "rest"), [(0.0, "tail"), (0.5, "renormalize"), (1.0, "tail")])
 def test_a_support_of_everything_is_all(alpha, rest):
   log_p, log_q = case(1)
   whole = Divergence(alpha=alpha)
   run = lambda d: jax.value_and_grad(lambda x: jnp.sum(d(jax.nn.log_softmax(x), log_q)))(log_p)
+  expected, of_whole = run(whole)
   for support in ("student", "teacher", "union"):
     value, gradient = run(Divergence(alpha=alpha, support=support, top_k=V, rest=rest))
-    expected, of_whole = run(whole)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     np.testing.assert_allclose(gradient, of_whole, rtol=1e-9, atol=1e-14)
 

@@ -33,7 +33,7 @@ def test_k3_bounds_the_exponent_only():
 
 
 @pytest.mark.parametrize("estimator", [kl.k1, kl.k2, kl.k3])
-@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fill", [np.nan, -np.inf])
 def test_what_is_masked_changes_neither_value_nor_gradient(estimator, fill):
   mask = jnp.array([1.0, 0, 1])
   spoil = lambda x: jnp.where(mask > 0, jnp.log(x), fill)

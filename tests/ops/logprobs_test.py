@@ -86,16 +86,14 @@ def test_greedy_distribution_puts_all_mass_on_the_first_largest():
   np.testing.assert_array_equal(out, [[-np.inf, 0.0, -np.inf, -np.inf]])
 
 
-def _chunks_and_samplings():
-  """Chunks of five rows with every sampling; others with all settings at once, or, slow, every."""
-  for sampling in SAMPLINGS:
-    yield 5, sampling
-    yield pytest.param(1, sampling, marks=pytest.mark.slow)
-    is_last = sampling == SAMPLINGS[-1]
-    yield pytest.param(None, sampling, marks=[] if is_last else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("chunk_rows", "sampling"), [*_chunks_and_samplings()])
+@pytest.mark.parametrize(
+  ("chunk_rows", "sampling"),
+  [
+    *((5, sampling) for sampling in SAMPLINGS),
+    pytest.param(1, SAMPLINGS[-1], marks=pytest.mark.slow),
+    (None, SAMPLINGS[-1]),
+  ],
+)
 def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))
@@ -150,8 +148,7 @@ def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
     np.testing.assert_allclose(a, b, atol=0.1)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, None])
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(("soft_cap", "chunk_rows"), [(None, None), (2.0, 1)])
 def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
   """Normalizers and projected derivatives, by differentiating through the full logits."""
   hidden, kernel, tokens = _inputs(dtype=np.float64)
@@ -277,12 +274,15 @@ def test_greedy_has_no_density_to_train_on():
     token_logprobs(hidden, Head(kernel), tokens, Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)])
 @pytest.mark.parametrize(
-  "sampling",
-  [pytest.param(Sampling(temperature=0.7), marks=pytest.mark.slow), Sampling(top_k=5, top_p=0.9)],
+  ("sizes", "sampling", "width"),
+  [
+    ((2, 2, 2), Sampling(top_k=5, top_p=0.9), 7),
+    ((1, 1, 8), Sampling(top_k=5, top_p=0.9), 7),
+    pytest.param((8, 1, 1), Sampling(temperature=0.7), 16, marks=pytest.mark.slow),
+    pytest.param((1, 4, 2), Sampling(temperature=0.7), 16, marks=pytest.mark.slow),
+  ],
 )
-@pytest.mark.parametrize("width", [pytest.param(16, marks=pytest.mark.slow), 7])
 def test_a_mesh_gives_the_values_and_gradients_of_one_device(x64, sizes, sampling, width):
   """Also where the axis `fsdp` does not divide the kernel's rows, nor `tensor` its columns."""
   rng = np.random.default_rng(3)

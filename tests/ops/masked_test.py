@@ -11,7 +11,7 @@ MASK = jnp.array([[1.0, 0, 1], [0, 0, 0]])
 VALUES = jnp.array([[2.0, 5.0, 4.0], [1.0, 1.0, 1.0]])
 
 
-@pytest.mark.parametrize("fill", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
+@pytest.mark.parametrize("fill", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
   "reduce, expected",
   [

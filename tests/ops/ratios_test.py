@@ -31,7 +31,7 @@ def test_behavior_metrics_equal_numpy():
   )
 
 
-@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fill", [np.nan, -np.inf])
 def test_behavior_metrics_ignore_what_is_masked(fill):
   policy, batch, _ = random_case(1)
   clean = ratios.behavior_metrics(policy, batch)

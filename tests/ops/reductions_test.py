@@ -75,13 +75,6 @@ def test_what_is_over_nothing_has_no_value():
   assert reductions.value(EffectiveSampleSize(total=zero, total_squares=zero, count=zero + 3)) == 1
 
 
-def test_ess_by_hand():
-  one = EffectiveSampleSize(
-    total=jnp.float32(4), total_squares=jnp.float32(16), count=jnp.float32(8)
-  )  # one weight of 4 among seven zeros
-  assert reductions.value(one) == 1 / 8
-
-
 def test_non_finite_values_are_not_hidden():
   nan = Mean(total=jnp.float32(jnp.nan), weight=jnp.float32(2))
   assert jnp.isnan(reductions.value(nan))

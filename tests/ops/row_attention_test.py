@@ -40,8 +40,7 @@ def _value_and_gradients(*inputs, **settings):
   return run(*operands)
 
 
-@pytest.mark.parametrize("window", [None, 150])
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (150, 0.5)])
 def test_the_reference_equals_a_direct_softmax(x64, window, soft_cap):
   inputs = _inputs()
   settings = dict(scale=0.4, window=window, soft_cap=soft_cap)

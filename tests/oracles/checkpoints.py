@@ -1,7 +1,19 @@
-"""Golden checkpoints, and settings as older versions of `transformers` wrote them."""
+"""Checkpoints: golden ones, their logits, and settings of older versions of `transformers`."""
 
+import functools
 import os
 import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
+from rlvr_jax.types import Prompts
 
 _SHARED = os.environ.get("RLVR_SHARED")
 # The networks within these are not computed.
@@ -18,6 +30,37 @@ def golden_folders(*kinds):
   ]
   others = [folder for folder in folders if folder.name in _OF_OTHER_NETWORKS]
   return [folder for folder in folders if folder not in others], others
+
+
+@functools.cache
+def _model_and_shapes(config):
+  model = transformer(config)
+  return model, jax.eval_shape(model.init, jax.random.key(0))
+
+
+def load(folder, mesh=None, *, block_bytes=2**20, **overrides):
+  """(model, parameters) of a checkpoint, on a mesh or on one device."""
+  config = checkpoint_config(folder, **overrides)
+  model, shapes = _model_and_shapes(config)
+  placed = add_shardings(shapes, make_mesh() if mesh is None else mesh)
+  return model, load_params(folder, placed, config, block_bytes=block_bytes)
+
+
+def split_prompts(ids, split, mask=None):
+  """(prompts, responses [B, 1, T]) of left-padded tokens [B, L], of which `split` are prompts."""
+  mask = np.ones_like(ids) if mask is None else mask
+  prompts = Prompts(
+    tokens=jnp.asarray(ids[:, :split], jnp.int32),
+    lengths=jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32),
+  )
+  # The state of a response's last token is not computed.
+  return prompts, jnp.asarray(np.pad(ids[:, split:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
+
+
+def logits_after(model, params, ids, split, mask=None):
+  """[B, L - split + 1, V] of all tokens from the prompts' last on; see `split_prompts`."""
+  hidden = model.response_hidden(params, *split_prompts(ids, split, mask))[:, 0]
+  return np.asarray(head_logits(hidden, model.head(params)))
 
 
 def old_style(published):

@@ -113,15 +113,6 @@ def test_salt_equals_numpy_block_by_block(name, size, x64):
   }
 
 
-def test_the_ablations_differ(x64):
-  a, features = _case(0)
-  gram = _gram(features)
-  results = [_apply(a, gram, **hyper) for hyper in ABLATIONS.values()]
-  for n, result in enumerate(results):
-    for other in results[:n]:
-      assert np.abs(result - other).max() > 1e-3
-
-
 def test_float32_is_near_float64():
   a, features = _case(1)
   expected = [_oracle(*block)["coefficients"] for block in zip(a, features, strict=True)]
@@ -201,14 +192,6 @@ def test_identical_rollouts_keep_their_mean():
   positive = np.maximum(balanced, 0)
   np.testing.assert_allclose(_apply(balanced, gram), positive - positive.mean(), atol=1e-6)
   assert _values(balanced, gram)["effective_rollouts"] == pytest.approx(0, abs=1e-6)
-
-
-def test_orthogonal_rollouts_have_a_participation_ratio_of_their_number():
-  gram = 7 * np.eye(SIZE, dtype=np.float32)[None]
-  values = _values(np.ones((1, SIZE), np.float32), gram)
-  assert values["participation_ratio"] == pytest.approx(SIZE)
-  assert values["effective_rollouts"] == pytest.approx(1)
-  assert values["rank"] == SIZE - 1
 
 
 @pytest.mark.parametrize("fill", [0.0, np.nan, np.inf, -np.inf])
