@@ -339,17 +339,24 @@ def _bfloat16_case():
 
 @each_loss
 @LOSS_DTYPES
-def test_loss_dtypes(name):
-  """Statistics in float32, the gradient in the dtype of what came in; traced alone."""
-  value, gradient, *_ = jax.eval_shape(_loss_run(name), *_bfloat16_case())
-  assert value.dtype == jnp.float32
-  assert gradient.dtype == jnp.bfloat16
+def test_losses_and_metrics_are_float32(name):
+  """Of what is in bfloat16; traced alone."""
+  loss = LOSSES[name]
+
+  def trace(policy, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+    return loss.per_token(policy, batch, coefficients, statistics)
+
+  found = jax.tree.leaves(jax.eval_shape(trace, *_bfloat16_case()))
+  assert {x.dtype for x in found if jnp.issubdtype(x.dtype, jnp.floating)} == {jnp.dtype("f4")}
 
 
 @_exported(losses, quick=("ppo_clip", "p3o"))
 @LOSS_DTYPES
-def test_loss_in_bfloat16_is_finite(name):
-  assert _finite(_loss_jit(name)(*_bfloat16_case()))
+def test_a_loss_of_bfloat16_is_finite(name):
+  value, gradient, *rest = _loss_jit(name)(*_bfloat16_case())
+  assert value.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+  assert _finite((value, gradient, rest))
 
 
 @each_loss
