@@ -15,7 +15,7 @@ from rlvr_jax.types import Head
 P, G, T, D, V = 3, 4, 5, 8, 11
 
 
-@pytest.mark.parametrize("name", ["p3o", "gspo", "decoupled_ppo"])
+@pytest.mark.parametrize("name", ["p3o", "decoupled_ppo"])
 def test_a_loss_is_that_of_an_update(name):
   policy, batch, coefficients = random_case(1, dtype=np.float32)
   loss, veto = getattr(losses, name)(), parts.negative_advantage_veto(threshold=0.9)
