@@ -27,8 +27,6 @@ NAMES = sorted(
 )
 CARDS = ROOT / "docs" / "methods"
 
-each_config = pytest.mark.parametrize("name", NAMES)
-
 
 def _module(name):
   return importlib.import_module(f"rlvr_jax.configs.{name}")
@@ -81,10 +79,8 @@ def _with_sample_data(config, folder):
   return config
 
 
-@pytest.mark.parametrize(
-  "name",
-  [x if x == "quickstart" else pytest.param(x, marks=pytest.mark.slow) for x in NAMES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_builds_with_locked_fields(name, tmp_path):
   if _is_full_size(name):
     pytest.skip("has no checkpoint and no chips here; see commands/fits_test.py")
@@ -93,19 +89,20 @@ def test_builds_with_locked_fields(name, tmp_path):
   assert parts.method.loss is not None and len(parts.task.held_out) > 0
 
 
-@each_config
-def test_docstring_has_the_command(name):
-  assert f"--config=configs/{name.replace('.', '/')}.py" in _module(name).__doc__
+def test_docstrings_have_the_command():
+  command = lambda name: f"--config=configs/{name.replace('.', '/')}.py"
+  assert not [name for name in NAMES if command(name) not in _module(name).__doc__]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])
-def test_states_a_difference(name):
-  changes = _changes(name)
-  assert changes
+def test_every_recipe_states_a_difference():
   fields = set(_flat(base.get_config()))
   free = ("model.over", "task.kwargs.")
-  unknown = {path for path in changes if path not in fields and not path.startswith(free)}
-  assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"
+  for name in NAMES:
+    if name != "base":
+      changes = _changes(name)
+      assert changes, name
+      unknown = {path for path in changes if path not in fields and not path.startswith(free)}
+      assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"
 
 
 def test_p3o_at_full_size_has_the_authors_settings():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.batches import evaluate, poison, random_case, with_needs
+from oracles.batches import poison, random_case, with_needs
 from remedy import remedy
 
 from rlvr_jax import advantages, corrections, distillation, geometry, losses, reweighting
@@ -159,10 +159,20 @@ def _finite(tree):
 
 
 def _loss_run(name):
+  """An update's loss: (value, gradients by the policy and by the coefficients, metrics)."""
+  loss = LOSSES[name]
+
+  def mean(policy, coefficients, batch):
+    statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+    losses, metrics = loss.per_token(policy, batch, coefficients, statistics)
+    pair = aggregate(losses, batch.mask, how="token_mean", max_response_length=losses.shape[-1])
+    return pair.total / jnp.maximum(pair.weight, 1), metrics
+
   def run(policy, batch, coefficients):
     TRACES[name] += 1
-    (value, metrics), gradient = evaluate(LOSSES[name], policy, batch, coefficients)
-    return value, gradient, metrics
+    differentiate = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)
+    (value, metrics), (gradient, to_coefficients) = differentiate(policy, coefficients, batch)
+    return value, gradient, to_coefficients, metrics
 
   return run
 
@@ -199,29 +209,30 @@ def _factories(package, kind):
         yield name
 
 
-WRITTEN = [(package, name) for package, kind in KINDS.items() for name in _factories(package, kind)]
-EXPORTED = [(package, name) for package in KINDS for name in package.__all__]
-named = lambda pairs: [f"{package.__name__}.{name}" for package, name in pairs]
-
-
-@pytest.mark.parametrize(("package", "name"), WRITTEN, ids=named(WRITTEN))
-def test_a_factory_that_is_written_is_exported(package, name):
+def test_a_factory_that_is_written_is_exported():
   """A component without an export is found by no configuration and by no test of this file."""
-  folder = package.__name__.replace(".", "/")
-  assert name in package.__all__, (
-    f"{name} is written but not exported: import it in {folder}/__init__.py and name it in __all__;"
+  missing = [
+    f"{package.__name__}.{name}"
+    for package, kind in KINDS.items()
+    for name in _factories(package, kind)
+    if name not in package.__all__
+  ]
+  assert not missing, (
+    "written but not exported: import it in the package's __init__.py and name it in __all__;"
     " if it is a helper and no component, begin its name with _"
   )
 
 
-@pytest.mark.parametrize(("package", "name"), EXPORTED, ids=named(EXPORTED))
 @remedy(
   "write def NAME(*, hyper_parameter=default), with a docstring of formula, symbols and source."
 )
-def test_an_export_is_a_documented_factory_with_keyword_only_arguments(package, name):
-  factory = getattr(package, name)
-  assert inspect.isfunction(factory) and factory.__name__ == name and factory.__doc__
-  assert _takes_only_keywords(factory)
+def test_an_export_is_a_documented_factory_with_keyword_only_arguments():
+  for package in KINDS:
+    for name in package.__all__:
+      factory = getattr(package, name)
+      is_named = inspect.isfunction(factory) and factory.__name__ == name
+      assert is_named and factory.__doc__, (package, name)
+      assert _takes_only_keywords(factory), (package, name)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +315,8 @@ def test_a_bad_hyper_parameter_is_named_with_its_value(factory, hyper):
 def test_loss_under_jit(name):
   """A second batch does not compile again."""
   first, second = (random_case(seed, dtype=np.float32) for seed in range(2))
-  _loss_jit(name)(*first)
+  value, gradient, *_ = _loss_jit(name)(*first)
+  assert value.dtype == gradient.dtype == jnp.float32
   traces = TRACES[name]
   _loss_jit(name)(*second)
   assert TRACES[name] == traces
@@ -320,24 +332,31 @@ def test_loss_is_the_same_without_jit(name):
   jax.tree.map(near, _loss_jit(name)(*case), plain)
 
 
-def _losses_and_dtypes():
-  """Every loss in float32; in bfloat16 what is exported, and, slow, each further branch."""
-  for name in LOSSES:
-    yield name, np.float32
-    marks = [] if name in losses.__all__ else pytest.mark.slow
-    yield pytest.param(name, jnp.bfloat16, marks=marks)
+def _bfloat16_case():
+  case = random_case(3, dtype=np.float32)
+  return jax.tree.map(lambda x: x.astype(jnp.bfloat16), case)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*_losses_and_dtypes()])
+@each_loss
 @LOSS_DTYPES
-def test_loss_dtypes(name, dtype):
-  """Statistics in float32, the gradient in the dtype of what came in, all finite."""
-  policy, batch, coefficients = random_case(3, dtype=np.float32)
-  cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
-  value, gradient, metrics = _loss_jit(name)(cast(policy), cast(batch), cast(coefficients))
-  assert value.dtype == jnp.float32
-  assert gradient.dtype == dtype
-  assert _finite((value, gradient, metrics))
+def test_losses_and_metrics_are_float32(name):
+  """Of what is in bfloat16; traced alone."""
+  loss = LOSSES[name]
+
+  def trace(policy, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+    return loss.per_token(policy, batch, coefficients, statistics)
+
+  found = jax.tree.leaves(jax.eval_shape(trace, *_bfloat16_case()))
+  assert {x.dtype for x in found if jnp.issubdtype(x.dtype, jnp.floating)} == {jnp.dtype("f4")}
+
+
+@_exported(losses, quick=("ppo_clip", "p3o"))
+@LOSS_DTYPES
+def test_a_loss_of_bfloat16_is_finite(name):
+  value, gradient, *rest = _loss_jit(name)(*_bfloat16_case())
+  assert value.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+  assert _finite((value, gradient, rest))
 
 
 @each_loss
@@ -350,7 +369,7 @@ def test_loss_of_degenerate_batches_is_finite(name):
   one_token = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask).at[0, 1, 0].set(1.0))
   for degenerate in (batch, empty, on_policy, one_token):
     for a in (coefficients, jnp.zeros_like(coefficients), jnp.abs(coefficients)):
-      value, gradient, metrics = run(policy, degenerate, a)
+      value, gradient, _, metrics = run(policy, degenerate, a)
       assert _finite((value, gradient, metrics))
       if degenerate is empty:
         assert value == 0 and np.all(gradient == 0)
@@ -367,13 +386,6 @@ def test_what_is_masked_changes_neither_value_nor_gradient(name):
     spoilt = run(*poison(policy, batch, fill), coefficients)
     jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
   assert np.all(np.asarray(clean[1])[np.asarray(batch.mask) == 0] == 0)
-
-
-# A loss is differentiated anew for these: exports, corrections and teachers, and, slow, branches.
-each_loss_or_slow = pytest.mark.parametrize(
-  "name",
-  [pytest.param(x, marks=[pytest.mark.slow] if x in BRANCHES else []) for x in LOSSES],
-)
 
 
 def _splits_trivially(name):
@@ -422,29 +434,36 @@ def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
     jax.tree.map(near, merged, reductions.values(metrics))
 
 
-@each_loss_or_slow
-@remedy(
-  "wrap what Loss.statistics returns in jax.lax.stop_gradient; losses.base.prepare does it for the"
-  " coefficients."
+@each_loss
+@remedy("losses.base.prepare wraps the coefficients in jax.lax.stop_gradient.")
+def test_coefficients_are_constants_for_differentiation(name):
+  _, _, to_coefficients, _ = _loss_jit(name)(*random_case(7, dtype=np.float32))
+  assert np.all(to_coefficients == 0)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] if name in BRANCHES else [])
+    for name, loss in LOSSES.items()
+    if loss.statistics is not None
+  ],
 )
-def test_coefficients_and_statistics_are_constants_for_differentiation(name):
+@remedy("wrap what Loss.statistics returns in jax.lax.stop_gradient.")
+def test_statistics_are_constants_for_differentiation(name):
   policy, batch, coefficients = random_case(7, dtype=np.float32)
   loss = LOSSES[name]
-
-  measure = lambda *x: loss.statistics and loss.statistics(*x)
+  measure = lambda policy: loss.statistics(policy, batch, coefficients)
 
   @jax.jit
-  def gradients(policy, coefficients):
-    def total(policy, coefficients, statistics=None):
-      given = measure(policy, batch, coefficients) if statistics is None else statistics
+  def gradients(policy):
+    def total(policy, statistics=None):
+      given = measure(policy) if statistics is None else statistics
       return jnp.sum(loss.per_token(policy, batch, coefficients, given)[0])
 
-    outside = jax.grad(total)(policy, coefficients, measure(policy, batch, coefficients))
-    return jax.grad(total, argnums=(0, 1))(policy, coefficients), outside
+    return jax.grad(total)(policy), jax.grad(total)(policy, measure(policy))
 
-  (inside, to_coefficients), outside = gradients(policy, coefficients)
-  assert np.all(to_coefficients == 0)
-  np.testing.assert_array_equal(inside, outside)
+  np.testing.assert_array_equal(*gradients(policy))
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -453,7 +472,7 @@ def test_coefficients_and_statistics_are_constants_for_differentiation(name):
 def test_permuting_rollouts_permutes_the_gradient(name, order):
   """Any rollout may stand anywhere: no loss looks at the group."""
   policy, batch, coefficients = random_case(8, dtype=np.float32)
-  value, gradient, _ = _loss_jit(name)(policy, batch, coefficients)
+  value, gradient, *_ = _loss_jit(name)(policy, batch, coefficients)
 
   def move(x):
     return x.reshape(-1, *x.shape[2:])[np.asarray(order)].reshape(x.shape)
@@ -461,7 +480,7 @@ def test_permuting_rollouts_permutes_the_gradient(name, order):
   fields = ("mask", "behavior_logprobs", "proximal_logprobs")
   fields += ("teacher_logprobs", "teacher_divergence")
   moved = dataclasses.replace(batch, **{f: move(getattr(batch, f)) for f in fields})
-  moved_value, moved_gradient, _ = _loss_jit(name)(move(policy), moved, move(coefficients))
+  moved_value, moved_gradient, *_ = _loss_jit(name)(move(policy), moved, move(coefficients))
   np.testing.assert_allclose(moved_value, value, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(moved_gradient, move(gradient), rtol=1e-4, atol=1e-6)
 
@@ -474,8 +493,8 @@ def test_permuting_rollouts_permutes_the_gradient(name, order):
 @remedy("multiply every term by the coefficients, or name the loss in WITHOUT_COEFFICIENT here.")
 def test_losses_scale_with_the_coefficients(name, scale):
   policy, batch, coefficients = random_case(9, dtype=np.float32)
-  value, gradient, _ = _loss_jit(name)(policy, batch, coefficients)
-  scaled, scaled_gradient, _ = _loss_jit(name)(policy, batch, scale * coefficients)
+  value, gradient, *_ = _loss_jit(name)(policy, batch, coefficients)
+  scaled, scaled_gradient, *_ = _loss_jit(name)(policy, batch, scale * coefficients)
   np.testing.assert_allclose(scaled, scale * value, rtol=1e-4, atol=1e-6)
   np.testing.assert_allclose(scaled_gradient, scale * gradient, rtol=1e-4, atol=1e-6)
 
@@ -543,21 +562,14 @@ def _degenerate_groups(dtype):
 @each_estimator
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @ESTIMATOR_DTYPES
-def test_estimator_gives_float32_per_rollout(name, dtype):
-  batch, entropy = _degenerate_groups(dtype), jnp.asarray(0.0, dtype)
-  coefficients, *_ = _estimator_jit(name)(ESTIMATORS[name].init(entropy), batch, entropy)
-  assert coefficients.shape == (4, 5) and coefficients.dtype == jnp.float32
-
-
-@each_estimator
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @ESTIMATOR_FINITE
-def test_estimator_is_finite_on_any_group(name, dtype):
+def test_estimator_is_finite_and_float32_on_any_group(name, dtype):
   batch, entropy = _degenerate_groups(dtype), jnp.asarray(0.0, dtype)
   state = ESTIMATORS[name].init(entropy)
   for _ in range(3):
     coefficients, metrics, state = _estimator_jit(name)(state, batch, entropy)
     assert _finite((coefficients, metrics, state))
+    assert coefficients.shape == (4, 5) and coefficients.dtype == jnp.float32
 
 
 @each_estimator
@@ -617,18 +629,9 @@ def test_reweighting_is_the_same_without_jit(name):
 
 @each_reweighting
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@REWEIGHTING_DTYPES
-def test_reweighting_gives_float32_per_rollout(name, dtype):
-  coefficients, gram = _reweighting_case(2, dtype)
-  result, _ = _reweighting_jit(name)(coefficients, gram, jax.random.key(0))
-  assert result.shape == coefficients.shape
-  assert name == "none" or result.dtype == jnp.float32
-
-
-@each_reweighting
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @FINITE
-def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
+@REWEIGHTING_DTYPES
+def test_reweighting_of_degenerate_batches_is_finite_and_float32(name, dtype):
   """Gram: none, not finite, identical and orthogonal rollouts. Coefficients: none, of one sign."""
   coefficients, gram = _reweighting_case(2, dtype)
   identical, orthogonal = jnp.ones_like(gram), jnp.broadcast_to(jnp.eye(6, dtype=dtype), gram.shape)
@@ -636,6 +639,7 @@ def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
     for a in (coefficients, jnp.zeros_like(coefficients), jnp.abs(coefficients)):
       result, metrics = _reweighting_jit(name)(a, k, jax.random.key(0))
       assert _finite((result, metrics))
+      assert result.shape == a.shape and (name == "none" or result.dtype == jnp.float32)
       if not jnp.any(a):
         assert not jnp.any(result)
 

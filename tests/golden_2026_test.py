@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,28 @@ def _cases(methods):
       case["params"].get("method") in methods and not case["name"].startswith(tuple(LEFT_OUT))
     )
   )
+
+
+LARGEST = 12  # rollouts, and tokens of one
+
+
+def _padded(case):
+  """The case's arrays of rollouts with masked ones around them, so that cases share a program."""
+  arrays = GOLDEN.arrays(case)
+  B, T = arrays["mask"].shape
+  arrays["places"] = np.arange(B * T, dtype=np.int32).reshape(B, T)
+
+  def pad(x):
+    widths = [(0, LARGEST - B), (0, LARGEST - T) if x.shape[1:2] == (T,) else (0, 0)]
+    widths += [(0, 0)] * x.ndim
+    return np.pad(x, widths[: x.ndim]) if x.shape[:1] == (B,) else x
+
+  return {name: pad(x) for name, x in arrays.items()}, B * T
+
+
+def _key(case):
+  """Cases of the same parameters share a program."""
+  return json.dumps(case["params"], sort_keys=True)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -142,46 +165,51 @@ MAKE = {
 
 def _batch(arrays):
   group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
-  tokens = np.arange(arrays["mask"].size, dtype=np.int32).reshape(arrays["mask"].shape)
   return make_batch(
     group("mask"),
     group("behavior_logprobs"),
     proximal_logprobs=group("proximal_logprobs"),
     teacher_logprobs=group("teacher_logprobs"),
-    tokens=tokens[:, None],
+    tokens=group("places"),
   )
 
 
-def _mean(per_token, mask, how):
+def _mean(per_token, mask, size, how):
+  """The aggregated loss of a case with so many places before it was padded."""
   pair = aggregate(per_token, mask, how=how, max_response_length=mask.shape[-1])
-  return pair.total / pair.weight
+  return pair.total / pair.weight * (mask.size / size if how == "constant" else 1)
 
 
-def _run(loss, arrays, names):
-  """(loss [A], gradient [A, B, T] of A aggregations, losses of tokens [B, T], metrics)."""
+def _aggregations(params):
+  return params.get("aggregations") or [AGGREGATIONS[params["aggregation"]]]
 
-  @jax.jit  # one program for all aggregations
-  def run(policy_logprobs, batch, coefficients):
+
+@functools.cache
+def _loss_program(key):
+  """The losses [A] of all aggregations, gradients [A, B, T], losses of tokens [B, T], metrics."""
+  params = json.loads(key)
+  loss, names = MAKE[params["method"]](params), _aggregations(params)
+
+  @jax.jit
+  def run(policy_logprobs, batch, coefficients, size):
     statistics = loss.statistics and loss.statistics(policy_logprobs, batch, coefficients)
 
     def values(policy_logprobs):
       per_token, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
-      means = [_mean(per_token, batch.mask, how) for how in names]
+      means = [_mean(per_token, batch.mask, size, how) for how in names]
       return jnp.stack(means), (per_token * batch.mask, metrics)
 
     totals, pullback, (per_token, metrics) = jax.vjp(values, policy_logprobs, has_aux=True)
     (gradients,) = jax.vmap(pullback)(jnp.eye(len(names)))
     return totals, gradients[:, :, 0], per_token[:, 0], metrics
 
-  return jax.device_get(
-    run(arrays["logprobs"][:, None], _batch(arrays), arrays["advantages"][:, None])
-  )
+  return run
 
 
 _mean_and_gradient = functools.partial(jax.jit, static_argnames="how")(jax.value_and_grad(_mean))
 
 
-def _expected(case, arrays, how):
+def _expected(case, arrays, size, how):
   """(loss, gradient) of a case.
 
   Peers take dropped tokens out of the denominators; here they have the loss 0 and stay. The arrays
@@ -193,7 +221,7 @@ def _expected(case, arrays, how):
     return arrays[f"loss{suffix}"], arrays[f"grad{suffix}" if suffix else "grad_logprobs"]
   kept, mask = arrays["kept_mask"], arrays["mask"][:, None]
   losses_of_tokens = (arrays["token_losses"] * kept)[:, None]
-  mean, gradient = _mean_and_gradient(losses_of_tokens, mask, how=how)
+  mean, gradient = _mean_and_gradient(losses_of_tokens, mask, size, how=how)
   of_token = arrays["grad_sequence_sum"] * np.sum(np.any(kept > 0, axis=-1))
   return mean, of_token * np.asarray(gradient)[:, 0]
 
@@ -201,13 +229,12 @@ def _expected(case, arrays, how):
 @pytest.mark.parametrize("case", _cases(MAKE))
 def test_loss(case):
   """Value and gradient by every aggregation that the case has."""
-  arrays, params = GOLDEN.arrays(case), case["params"]
-  loss = MAKE[params["method"]](params)
-  names = params.get("aggregations") or [AGGREGATIONS[params["aggregation"]]]
+  (arrays, size), params = _padded(case), case["params"]
   with jax.enable_x64(True):
-    totals, gradients, per_token, metrics = _run(loss, arrays, names)
-    for name, total, gradient in zip(names, totals, gradients, strict=True):
-      expected, expected_gradient = _expected(case, arrays, name)
+    given = arrays["logprobs"][:, None], _batch(arrays), arrays["advantages"][:, None], size
+    totals, gradients, per_token, metrics = jax.device_get(_loss_program(_key(case))(*given))
+    for name, total, gradient in zip(_aggregations(params), totals, gradients, strict=True):
+      expected, expected_gradient = _expected(case, arrays, size, name)
       np.testing.assert_allclose(gradient, expected_gradient, rtol=RTOL, atol=ATOL, err_msg=name)
       if "loss" in params.get("compare", ["loss"]):
         np.testing.assert_allclose(total, expected, rtol=RTOL, atol=ATOL, err_msg=name)
@@ -249,15 +276,38 @@ def _loss_beside(params):
   return losses.ppo_clip(**_clip(params), dual_clip=params["dual_clip"])
 
 
+@functools.cache
+def _distillation_program(key):
+  """The losses [A] of all aggregations, and their gradients [A, B, T]."""
+  params = json.loads(key)
+  teacher = TEACHERS[params["method"]](params)
+
+  @jax.jit
+  def run(policy_logprobs, batch, coefficients, size):
+    def values(policy_logprobs):
+      if teacher.advantage is not None:
+        sums = coefficients + teacher.advantage(policy_logprobs, batch)
+        per_token, _ = _loss_beside(params).per_token(policy_logprobs, batch, sums, None)
+      else:
+        per_token = teacher.per_token(policy_logprobs, batch)
+      return jnp.stack([_mean(per_token, batch.mask, size, how) for how in _aggregations(params)])
+
+    totals, pullback = jax.vjp(values, policy_logprobs)
+    (gradients,) = jax.vmap(pullback)(jnp.eye(len(totals)))
+    return totals, gradients[:, :, 0]
+
+  return run
+
+
 @pytest.mark.parametrize("case", _cases(TEACHERS))
 def test_distillation(case):
   """Advantages, or value and gradient by every aggregation that the case has."""
-  arrays, params = GOLDEN.arrays(case), case["params"]
-  teacher = TEACHERS[params["method"]](params)
-  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+  (arrays, size), params = _padded(case), case["params"]
+  near = functools.partial(np.testing.assert_allclose, rtol=RTOL, atol=ATOL)
   with jax.enable_x64(True):
     batch = _batch(arrays)
     if "base_advantages" in arrays:
+      teacher = TEACHERS[params["method"]](params)
       added = teacher.advantage(batch.behavior_logprobs, batch)[:, 0]
       found = arrays["base_advantages"][:, None] + params["coefficient"] * added
       return near(found * arrays["mask"], arrays["advantages"] * arrays["mask"])
@@ -265,24 +315,12 @@ def test_distillation(case):
       batch = dataclasses.replace(batch, behavior_logprobs=batch.proximal_logprobs)
     if "kept_mask" in arrays:  # rollouts without a teacher are out of the denominators
       batch = dataclasses.replace(batch, mask=jnp.asarray(arrays["kept_mask"][:, None]))
-    reward_weight = params.get("outcome_weight", 0.0)
-    coefficients = reward_weight * jnp.asarray(arrays["advantages"])[:, None, None]
-
-    def value(policy_logprobs, how):
-      if teacher.advantage is not None:
-        sums = coefficients + teacher.advantage(policy_logprobs, batch)
-        per_token, _ = _loss_beside(params).per_token(policy_logprobs, batch, sums, None)
-      else:
-        per_token = teacher.per_token(policy_logprobs, batch)
-      length = batch.mask.shape[-1]
-      pair = aggregate(per_token, batch.mask, how=how, max_response_length=length)
-      return pair.total / pair.weight
-
-    logprobs = jnp.asarray(arrays["logprobs"])[:, None]
-    for how in params["aggregations"]:
-      total, gradient = jax.value_and_grad(value)(logprobs, how)
-      near(total, arrays[f"loss_{how}"])
-      near(gradient[:, 0], arrays[f"grad_{how}"])
+    coefficients = params.get("outcome_weight", 0.0) * arrays["advantages"][:, None, None]
+    given = arrays["logprobs"][:, None], batch, coefficients, size
+    totals, gradients = _distillation_program(_key(case))(*given)
+    for how, total, gradient in zip(params["aggregations"], totals, gradients, strict=True):
+      near(total, arrays[f"loss_{how}"], err_msg=how)
+      near(gradient, arrays[f"grad_{how}"], err_msg=how)
 
 
 def _divergence(params):
@@ -295,35 +333,45 @@ def _divergence(params):
   return Divergence(**how, alpha=params["alpha"], rest=rest, floor=params.get("floor"))
 
 
+@functools.cache
+def _divergence_program(key):
+  """Of student's and teacher's logits: losses of tokens [B, T], their mean and its gradient."""
+  params = json.loads(key)
+
+  def per_token(logits, teacher_logits, mask, tokens):
+    log_pi, log_tau = (
+      jax.nn.log_softmax(x / params.get("temperature", 1.0)) for x in (logits, teacher_logits)
+    )
+    of_tokens = lambda x: jnp.take_along_axis(x, tokens[..., None], -1)[:, None, :, 0]
+    own = jax.lax.stop_gradient(of_tokens(log_pi))
+    batch = make_batch(mask[:, None], own, teacher_logprobs=of_tokens(log_tau))
+    if params["method"] == "vopd":
+      made = distillation.vopd(top_k=params["k"] or 0)
+      between = made.divergence(log_pi, log_tau)[:, None]
+      with_it = dataclasses.replace(batch, teacher_divergence=between)
+      return made.advantage(of_tokens(log_pi), with_it)[:, 0]
+    if params["support"] == "sampled":
+      return distillation.opd_score().per_token(of_tokens(log_pi), batch)[:, 0]
+    return _divergence(params)(log_pi, log_tau)
+
+  def mean(logits, teacher_logits, mask, tokens):
+    found = per_token(logits, teacher_logits, mask, tokens)
+    return jnp.sum(jnp.where(mask > 0, found, 0)) / mask.sum(), found
+
+  return jax.jit(jax.value_and_grad(mean, has_aux=True))
+
+
 @pytest.mark.parametrize("case", _cases(("distill", "vopd")))
 def test_divergence(case):
-  """Of student's and teacher's logits: value and gradient, or vOPD's advantages."""
-  arrays, params = GOLDEN.arrays(case), case["params"]
-  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=ATOL)
+  """Value and gradient, or vOPD's advantages."""
+  arrays, _ = _padded(case)
+  near = functools.partial(np.testing.assert_allclose, rtol=RTOL, atol=ATOL)
+  given = (arrays[name] for name in ("student_logits", "teacher_logits", "mask"))
   with jax.enable_x64(True):
-    scaled = lambda name: jnp.asarray(arrays[name]) / params.get("temperature", 1.0)
-    log_tau = jax.nn.log_softmax(scaled("teacher_logits"))
-    mask, tokens = arrays["mask"], arrays["tokens"][..., None].astype(int)
-    of_tokens = lambda x: jnp.take_along_axis(x, tokens, -1)[:, None, :, 0]
-    batch = make_batch(mask[:, None], teacher_logprobs=of_tokens(log_tau))
-
-    def per_token(logits):
-      log_pi = jax.nn.log_softmax(logits / params.get("temperature", 1.0))
-      if params["method"] == "vopd":
-        made = distillation.vopd(top_k=params["k"] or 0)
-        between = made.divergence(log_pi, log_tau)[:, None]
-        with_it = dataclasses.replace(batch, teacher_divergence=between)
-        return made.advantage(of_tokens(log_pi), with_it)[:, 0]
-      if params["support"] == "sampled":
-        own = dataclasses.replace(batch, behavior_logprobs=jax.lax.stop_gradient(of_tokens(log_pi)))
-        return distillation.opd_score().per_token(of_tokens(log_pi), own)[:, 0]
-      return _divergence(params)(log_pi, log_tau)
-
-    logits = jnp.asarray(arrays["student_logits"])
-    if params["method"] == "vopd":
-      return near(per_token(logits) * mask, arrays["advantages"] * mask)
-    mean = lambda logits: jnp.sum(jnp.where(mask > 0, per_token(logits), 0)) / mask.sum()
-    value, gradient = jax.value_and_grad(mean)(logits)
+    run = _divergence_program(_key(case))
+    (value, found), gradient = run(*given, arrays["tokens"].astype(int))
+    if case["params"]["method"] == "vopd":
+      return near(found * arrays["mask"], arrays["advantages"] * arrays["mask"])
     near(value, arrays["loss"])
     near(gradient, arrays["grad_student_logits"])
 
@@ -336,6 +384,12 @@ def test_maxrl(case):
     estimator = advantages.maxrl()
     found = jax.jit(estimator.apply)(estimator.init(0.0), batch)
     np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
+
+
+def _advantages(estimator, batch):
+  """As a loss takes them; in one program, since op by op each small operation would be another."""
+  run = lambda batch: estimator.in_loss((), batch, estimator.apply((), batch))
+  return np.asarray(jax.jit(run)(batch))
 
 
 def _advantage_batch(arrays):
@@ -355,7 +409,7 @@ def test_reinforce_plus_plus(case):
   with jax.enable_x64(True):
     batch = _advantage_batch(arrays)
     estimator = advantages.reinforce_plus_plus(baseline=case["params"]["baseline"], over="tokens")
-    found = np.asarray(estimator.apply((), batch))[..., None] * batch.mask
+    found = _advantages(estimator, batch)[..., None] * batch.mask
     expected = arrays["advantages"].reshape(batch.mask.shape)
     np.testing.assert_allclose(found, expected, rtol=RTOL, atol=ATOL)
 
@@ -375,7 +429,7 @@ def test_gdpo(case):
       over=over,
       leave_one_out=params.get("leave_one_out", False),
     )
-    found = np.asarray(estimator.apply((), batch))
+    found = _advantages(estimator, batch)
     expected = arrays["advantages"]
     if over == "tokens":
       found, expected = found[..., None] * batch.mask, expected.reshape(batch.mask.shape)
@@ -405,7 +459,7 @@ def test_otb(case):
     )
     zero_tail = case["params"]["zero_tail"]
     estimator = advantages.otb(zero_tail=zero_tail, zero_constant=False, **how)
-    found = estimator.in_loss((), batch, estimator.apply((), batch))
+    found = _advantages(estimator, batch)
     np.testing.assert_allclose(found, grouped("advantages"), rtol=RTOL, atol=ATOL)
 
 
@@ -421,7 +475,7 @@ def test_opob(case):
       policy_logprobs=log_weights,
       squared_norms=jnp.asarray(np.square(arrays["norms"])),
     )
-    found = advantages.opob().apply((), batch)
+    found = _advantages(advantages.opob(), batch)
     np.testing.assert_allclose(found, arrays["advantages"], rtol=RTOL, atol=ATOL)
 
 

@@ -57,75 +57,57 @@ def _make_loss(case):
 
 
 def _run(case, loss):
-  """(value, weight, gradient) of a loss on a case's arrays."""
+  """A loss on a case's arrays: ((value, (weight, metrics)), gradient, statistics)."""
   arrays = GOLDEN.arrays(case)
   group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
   batch = make_batch(
     group("mask"), group("behavior_logprobs"), proximal_logprobs=group("proximal_logprobs")
   )
-  coefficients = group("advantages")
-  policy_logprobs = jax.numpy.asarray(group("logprobs"))
-  statistics = loss.statistics and jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
   how = AGGREGATIONS[case["params"].get("aggregation", "token-mean")]
 
-  def value(policy_logprobs):
-    per_token, _ = loss.per_token(policy_logprobs, batch, coefficients, statistics)
-    pair = aggregate(per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1])
-    summed = "reduction" in case["params"]
-    return (pair.total if summed else pair.total / pair.weight), pair.weight
+  @jax.jit
+  def run(policy_logprobs, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(policy_logprobs, batch, coefficients)
 
-  (value, weight), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(policy_logprobs)
-  return value, weight, gradient[:, 0]
+    def value(policy_logprobs):
+      per_token, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+      pair = aggregate(per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1])
+      summed = "reduction" in case["params"]
+      return (pair.total if summed else pair.total / pair.weight), (pair.weight, metrics)
+
+    return *jax.value_and_grad(value, has_aux=True)(policy_logprobs), statistics
+
+  return jax.device_get(run(group("logprobs"), batch, group("advantages")))
 
 
 @pytest.mark.parametrize("case", _cases("loss_"))
 def test_loss(case):
   with jax.enable_x64(True):
     factory, kwargs = _make_loss(case)
-    value, weight, gradient = _run(case, factory(**kwargs))
+    (value, (weight, metrics)), gradient, statistics = _run(case, factory(**kwargs))
   arrays = GOLDEN.arrays(case)
   expected = arrays["loss_sum"] if "loss_sum" in arrays else arrays["loss"]
   np.testing.assert_allclose(value, expected, rtol=RTOL, atol=ATOL)
-  np.testing.assert_allclose(gradient, arrays["grad_logprobs"], rtol=RTOL, atol=ATOL)
+  np.testing.assert_allclose(gradient[:, 0], arrays["grad_logprobs"], rtol=RTOL, atol=ATOL)
   if "num_tokens" in arrays:
     assert weight == arrays["num_tokens"]
+  if factory is losses.p3o:
+    np.testing.assert_allclose(statistics, arrays["ess"], rtol=RTOL)
+    if "kl_behavior_mean" in arrays:
+      k3 = metrics["loss/k3_behavior"]
+      np.testing.assert_allclose(k3.total / k3.weight, arrays["kl_behavior_mean"], rtol=RTOL)
+  if factory is losses.m2po:
+    np.testing.assert_allclose(1 - statistics.low, arrays["clip_low"], rtol=RTOL)
+    if arrays["clip_high"] > 1e4:  # the authors' "no bound"
+      assert np.isinf(statistics.high)
+    else:
+      np.testing.assert_allclose(statistics.high - 1, arrays["clip_high"], rtol=RTOL)
 
 
 def test_every_case_of_the_manifest_has_a_test():
   names = [case["name"] for case in GOLDEN.cases]
   tested = ("loss_", "adv_", "salt_", "lm_head_gram_")
   assert [n for n in names if not n.startswith(tested)] == []
-
-
-@pytest.mark.parametrize("case", _cases("loss_p3o"))
-def test_p3o_effective_sample_size_and_kl(case):
-  with jax.enable_x64(True):
-    arrays = GOLDEN.arrays(case)
-    batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
-    policy_logprobs = jax.numpy.asarray(arrays["logprobs"][:, None])
-    coefficients = arrays["advantages"][:, None]
-    loss = losses.p3o()
-    ess = jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
-    np.testing.assert_allclose(ess, arrays["ess"], rtol=RTOL)
-    _, metrics = jax.jit(loss.per_token)(policy_logprobs, batch, coefficients, ess)
-    k3 = metrics["loss/k3_behavior"]
-    if "kl_behavior_mean" in arrays:
-      np.testing.assert_allclose(k3.total / k3.weight, arrays["kl_behavior_mean"], rtol=RTOL)
-
-
-@pytest.mark.parametrize("case", _cases("loss_m2po"))
-def test_m2po_interval(case):
-  with jax.enable_x64(True):
-    arrays, (factory, kwargs) = GOLDEN.arrays(case), _make_loss(case)
-    batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
-    interval = jax.jit(factory(**kwargs).statistics)(
-      jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
-    )
-    np.testing.assert_allclose(1 - interval.low, arrays["clip_low"], rtol=RTOL)
-    if arrays["clip_high"] > 1e4:  # the authors' "no bound"
-      assert np.isinf(interval.high)
-    else:
-      np.testing.assert_allclose(interval.high - 1, arrays["clip_high"], rtol=RTOL)
 
 
 @pytest.mark.parametrize("case", _cases("adv_"))

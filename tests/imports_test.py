@@ -96,8 +96,11 @@ def room(name):
   return own if own in ALLOWED else (parts or [""])[0]
 
 
-# Several tests read the package; a text has one tree.
-parse = functools.cache(ast.parse)
+@functools.cache
+def parse(text, module, is_package):
+  """(syntax tree, names it imports) of a text; several tests read the package."""
+  tree = ast.parse(text)
+  return tree, frozenset(imported_names(tree, module, is_package))
 
 
 def modules(root):
@@ -106,8 +109,7 @@ def modules(root):
     relative = path.relative_to(root).with_suffix("")
     is_package = relative.name == "__init__"
     module = ".".join(("rlvr_jax", *(relative.parts[:-1] if is_package else relative.parts)))
-    tree = parse(path.read_text(encoding="utf-8"))
-    yield module, tree, set(imported_names(tree, module, is_package))
+    yield module, *parse(path.read_text(encoding="utf-8"), module, is_package)
 
 
 def imported_rooms(root):
@@ -162,7 +164,7 @@ def violations(root):
         found.append(f"{module} imports {name}: workers never load jax")
       elif top == "flax" and here not in ("models", "integrations"):
         found.append(f"{module} imports {name}: flax stays in models")
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if any("nnx" in name for name in names) else ():
       is_nnx = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
       if is_nnx and node.value.id == "nnx" and node.attr not in NNX:
         found.append(f"{module} uses nnx.{node.attr}")

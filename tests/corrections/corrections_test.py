@@ -55,18 +55,17 @@ def _importance(log_kappas, level, bound, low, high, reject=(), veto=0.0):
 
 
 RULES = (("mean_k3", 0.1), ("token_k1", 0.3, 2.5), ("max_k2", 0.6), ("sum_k1", 0.2, 6.0))
-VARIANTS = (
-  [
-    dict(level=level, bound=bound, low=0.0 if bound == "truncate" else 0.7, high=1.4)
-    for level in ("token", "sequence", "geometric")
-    for bound in ("truncate", "clip", "mask")
-  ]
-  + [
+# A bound applies to κ, whatever its level.
+VARIANTS = [
+  dict(level="token", bound="truncate", low=0.0, high=1.4),
+  dict(level="sequence", bound="clip", low=0.7, high=1.4),
+  dict(level="geometric", bound="mask", low=0.7, high=1.4),
+  *(
     dict(level="none", bound="truncate", low=0.0, high=2.0, reject=(rule,), veto=0.2)
     for rule in RULES
-  ]
-  + [dict(level="token", bound="clip", low=0.8, high=1.2, reject=RULES[:2])]
-)
+  ),
+  dict(level="token", bound="clip", low=0.8, high=1.2, reject=RULES[:2]),
+]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -61,21 +61,27 @@ def test_the_advantage_gets_what_the_model_says():
     ),
     gram=geometry.streaming(),
   )
-  seen = []
 
-  def estimate(batch):
-    seen.append((batch.policy_logprobs, batch.squared_probabilities, batch.squared_norms))
-    return Estimate(batch.rewards, batch.rewards, {})
+  @jax.jit
+  def measured(params, batch):
+    seen = []
 
-  first_phase(params, {}, batch, estimate, jax.random.key(0), method=everything)
-  ((logprobs, squares, norms),) = seen
-  hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
-  policy = jax.nn.softmax(head_logits(hidden, method.model.head(params)) / TEMPERATURE)
+    def estimate(batch):
+      seen.append((batch.policy_logprobs, batch.squared_probabilities, batch.squared_norms))
+      return Estimate(batch.rewards, batch.rewards, {})
+
+    first_phase(params, {}, batch, estimate, jax.random.key(0), method=everything)
+    ((logprobs, squares, norms),) = seen
+    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+    policy = jax.nn.softmax(head_logits(hidden, method.model.head(params)) / TEMPERATURE)
+    features = per_rollout_features(params, {}, batch, everything.gram_context)
+    return logprobs, squares, norms, policy, features
+
+  logprobs, squares, norms, policy, features = measured(params, batch)
   chosen = jnp.take_along_axis(policy, jnp.asarray(batch.tokens)[..., None], -1)[..., 0]
   mask = batch.mask > 0
   np.testing.assert_allclose(np.exp(logprobs)[mask], chosen[mask], rtol=1e-9)
   np.testing.assert_allclose(squares[mask], jnp.sum(policy**2, -1)[mask], rtol=1e-9)
-  features = per_rollout_features(params, {}, batch, everything.gram_context)
   np.testing.assert_allclose(norms.ravel(), jnp.sum(features**2, -1), rtol=1e-9)
   assert norms.shape == (P, G) and squares.shape == (P, G, T)
   assert np.ptp(squares[mask]) > 0.01

@@ -24,7 +24,6 @@ from rlvr_jax import distillation, losses
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.update.objective import Constants, Estimate, Scores, surrogate
-from rlvr_jax.update.step import initial_state, train_step
 from rlvr_jax.update.teaching import Teaching
 
 slow = pytest.mark.slow
@@ -62,30 +61,32 @@ def test_a_vetoed_token_has_no_gradient_of_its_teacher_either():
       scores = Scores(policy, jnp.zeros_like(policy))
       return surrogate(scores, batch, constants, method=method)[0]
 
-    found[renormalize] = jax.grad(total)(policy)
+    found[renormalize] = jax.jit(jax.grad(total))(policy)
   assert 0 < np.sum(found[True] != 0) < np.sum(batch.mask > 0)
   np.testing.assert_array_equal(found[False], found[True])
 
 
+@functools.cache
+def case():
+  """(batch with a teacher's log-probabilities in rows, parameters)."""
+  return in_rows(scored(make_batch()), rows=4), make_method().model.init(jax.random.key(0))
+
+
 @pytest.mark.parametrize("name", ["opd", pytest.param("opd_score", marks=slow)])
 def test_without_a_weight_the_update_is_that_of_the_reward_bit_for_bit(name):
-  """The teacher is measured all the same."""
-  batch = in_rows(scored(make_batch()), rows=4)
-  states = {}
-  for label, teaching in (("reward", None), ("measured", taught(name, weight=0.0))):
-    method = make_method(teaching=teaching)
-    state = initial_state(method, method.model.init(jax.random.key(0)), 0.7)
-    step = jax.jit(functools.partial(train_step, method=method))
-    states[label], metrics = step(state, {}, batch)
-  jax.tree.map(np.testing.assert_array_equal, states["reward"], states["measured"])
+  """In all that a step takes of it. The teacher is measured all the same."""
+  (loss, plain), gradient = gradient_of(make_method(), *case())
+  method = make_method(teaching=taught(name, weight=0.0))
+  (found, metrics), other = gradient_of(method, *case())
+  jax.tree.map(np.testing.assert_array_equal, (found, other), (loss, gradient))
+  plain, metrics = values(plain), values(metrics)
+  assert metrics["policy/entropy"] == plain["policy/entropy"]
   np.testing.assert_allclose(metrics["teacher/entropy"], 0.7, rtol=1e-6)
   assert metrics["teacher/kl_k3"] > 0
 
 
 def test_alone_rewards_change_nothing():
-  method = make_method(teaching=taught("opd", reward_weight=0.0))
-  params = method.model.init(jax.random.key(0))
-  batch = scored(make_batch())
+  method, (batch, params) = make_method(teaching=taught("opd", reward_weight=0.0)), case()
   (_, _), gradient = gradient_of(method, batch, params)
   others = dataclasses.replace(batch, rewards=1 - batch.rewards, correct=1 - batch.correct)
   (_, _), of_others = gradient_of(method, others, params)
@@ -95,8 +96,7 @@ def test_alone_rewards_change_nothing():
 def test_a_teacher_that_is_the_student_has_no_divergence():
   """Its forward pass is a part of the update, in the same rows."""
   teaching = taught("kl")._replace(model=small_model(CONFIG))
-  method, batch = make_method(teaching=teaching), in_rows(make_batch(), rows=4)
-  params = method.model.init(jax.random.key(0))
+  method, (batch, params) = make_method(teaching=teaching), case()
   (_, metrics), _ = gradient_of(method, batch, params, teacher=(params, {}))
   assert abs(values(metrics)["teacher/divergence"]) < 1e-6
 
