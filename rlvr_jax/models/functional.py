@@ -62,9 +62,10 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   """The transformer with settings `config` as pure functions; see `Transformer` for shapes."""
   build = lambda key: Transformer(config, nnx.Rngs(key), layout)
   # Splitting off `Param` only raises if the module has any other state.
-  graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
+  module = jax.eval_shape(build, jax.random.key(0))
+  graph, _ = nnx.split(module, nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
-  others_graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)).without_layers(), nnx.Param)
+  others_graph, _ = nnx.split(module.without_layers(), nnx.Param)
   layer_graphs = {kind: layer_graph(config, kind) for kind in set(config.kinds)}
 
   def kind_of(layer):
