@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from oracles import toys
-from oracles.sampling import drive, groups_of, make_requests, stack
+from oracles.sampling import assert_same, drive, groups_of, make_requests, stack
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
@@ -141,14 +141,6 @@ def _plain():
   return _serve(128, 12, None)
 
 
-def _assert_equal(groups, expected):
-  assert len(groups) == len(expected) == P
-  for index, group in groups.items():
-    for name in ("tokens", "lengths", "stopped", "turns", "behavior_logprobs"):
-      found, other = getattr(group, name), getattr(expected[index], name)
-      np.testing.assert_array_equal(found, other, err_msg=name)
-
-
 def test_dialogues_have_turns_in_order():
   groups = _dialogues()
   longest = 0
@@ -179,20 +171,20 @@ def test_the_first_turn_is_that_of_a_run_without_dialogues():
 
 
 def test_a_reply_may_come_at_any_time():
-  _assert_equal(groups_of(_driven(1)[1]), _dialogues())
+  assert_same(groups_of(_driven(1)[1]), _dialogues())
 
 
 @pytest.mark.slow
 def test_a_reply_may_come_at_any_time_beside_rounded_caches():
   found = _serve(128, 12, Dialogue(delays=1), cache_format="int8")
-  _assert_equal(found, _dialogues(cache_format="int8"))
+  assert_same(found, _dialogues(cache_format="int8"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 4, 64])
 def test_the_record_does_not_depend_on_delays_at_other_numbers_of_slots(slots):
   expected = _serve(128, slots, Dialogue())
-  _assert_equal(_serve(128, slots, Dialogue(delays=3)), expected)
+  assert_same(_serve(128, slots, Dialogue(delays=3)), expected)
   for index, group in expected.items():  # but for rounding
     other = _dialogues()[index]
     np.testing.assert_array_equal(group.tokens, other.tokens)
@@ -293,7 +285,7 @@ def test_a_turn_ends_at_a_stop_string_and_what_follows_is_dropped():
   groups = _serve(128, 12, Dialogue(stop_tokens=tuple(stop), max_turns=2))
   np.testing.assert_array_equal(groups[1].tokens[2, :end], tokens[:end])
   assert (groups[1].turns[2, : end + 1] == [0] * end + [1]).all() and plain[1].lengths[2] > end
-  _assert_equal(_serve(128, 12, Dialogue(stop_tokens=tuple(stop), max_turns=2, delays=4)), groups)
+  assert_same(_serve(128, 12, Dialogue(stop_tokens=tuple(stop), max_turns=2, delays=4)), groups)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import toys
-from oracles.sampling import Request, drive, make_requests, sample, serve, stack
+from oracles.sampling import Request, assert_same, drive, make_requests, sample, serve, stack
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
@@ -188,13 +188,6 @@ def _serve(programs, asked):
   return serve(programs, _params(), asked)
 
 
-def _assert_equal(groups, expected):
-  assert groups.keys() == expected.keys()
-  for index, group in groups.items():
-    for name, value in group._asdict().items():
-      np.testing.assert_array_equal(value, getattr(expected[index], name))
-
-
 def _few_slots(cache_format=""):
   return _engine(stop_tokens=(3,), slots=3, length=LONG, cache_format=cache_format)
 
@@ -216,14 +209,14 @@ def test_the_order_of_requests_changes_no_bit(cache_format):
   lengths = np.concatenate([group.lengths for group in expected.values()])
   assert lengths.min() < 16 < lengths.max()  # so slots were refilled at different times
   order = np.random.default_rng(0).permutation(len(_requests()))
-  _assert_equal(_serve(engine, [_requests()[i] for i in order]), expected)
+  assert_same(_serve(engine, [_requests()[i] for i in order]), expected)
 
 
 @each_cache
 def test_neighbors_change_no_bit(cache_format):
   engine, expected = _few_slots(cache_format), _served(cache_format)
   for request in _requests()[::3]:
-    _assert_equal(_serve(engine, [request]), {request.index: expected[request.index]})
+    assert_same(_serve(engine, [request]), {request.index: expected[request.index]})
 
 
 @pytest.mark.slow
@@ -272,7 +265,7 @@ def test_prompts_of_like_length_are_prefilled_together():
   trainer, _ = token_logprobs(hidden, MODEL.head(_params()), rollouts.tokens)
   mask = np.arange(length) < rollouts.lengths[..., None]
   np.testing.assert_allclose(np.where(mask, trainer, 0), rollouts.behavior_logprobs, atol=2e-5)
-  _assert_equal(_serve(engine, asked[::-1]), groups)
+  assert_same(_serve(engine, asked[::-1]), groups)
 
 
 def _long_engine(compiles_ahead=False):
@@ -313,10 +306,10 @@ def test_bits_do_not_depend_on_the_program_that_decodes():
   assert engine.programs.burst._cache_size() > 1 and max(responses) > 64
   other = _long_engine()
   _serve(other, long)
-  _assert_equal(_serve(other, short), groups)
+  assert_same(_serve(other, short), groups)
   later = _serve(engine, long)
   assert engine.programs.burst._cache_size() <= 4
-  _assert_equal(_serve(other, long), later)
+  assert_same(_serve(other, long), later)
 
 
 @pytest.mark.slow
@@ -326,17 +319,21 @@ def test_the_next_burst_is_compiled_while_one_runs():
   groups = _serve(engine, requests)
   assert engine.programs.burst._cache_size() == 1  # the first; the others came from the thread
   assert engine.programs.prefill._cache_size() == 1
-  _assert_equal(groups, expected)
+  assert_same(groups, expected)
 
 
 # --- rollouts pushed by hand, on toy programs ----------------------------------------------------
 
 
 class _ToyPrograms(toys.ToyPrograms):
-  """They prefill three prompts of any length together."""
+  """They prefill three prompts of any length together; a cache knows the weights that made it."""
 
   def prefill_rows(self, length):
     return P
+
+  def prefill(self, params, tokens, prompts, **options):
+    prefilled = super().prefill(params, tokens, prompts, **options)
+    return prefilled._replace(prompts=tuple((params, *row) for row in prefilled.prompts))
 
   def padded_length(self, tokens, *, has_response):
     return toys.S
