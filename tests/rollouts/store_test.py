@@ -366,8 +366,9 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable):
   assert sorted(os.listdir(tmp_path)) == ["draft.tmp", "thesis.tex"]
 
 
-@pytest.mark.parametrize("writable", [False, True])
-@pytest.mark.parametrize("name", ["index.jsonl", "00000003.array_record"])
+@pytest.mark.parametrize(
+  ("writable", "name"), [(False, "index.jsonl"), (True, "00000003.array_record")]
+)
 def test_a_store_of_the_former_format_is_refused_by_name(tmp_path, writable, name):
   (tmp_path / name).write_text("{}")
   with pytest.raises(StoreError, match=rf"former format .*{name}.*version of rlvr_jax that wrote"):
