@@ -10,31 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import toys
+from oracles.engines import LONG, MODEL, PAD, S, V, few_slots, programs, trained
 from oracles.sampling import Request, assert_same, drive, make_requests, sample, serve, stack
 
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Prompts, Sampling
 
-V, P, G, S, T = 24, 3, 4, 6, 9
-PAD = 0
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=48,
-  qk_norm=True,
-  final_soft_cap=15.0,
-  sliding_window=4,
-  sliding_layers=(True, False),
-)
-MODEL = transformer(CONFIG)
+P, G, T = 3, 4, 9
 _response_hidden = jax.jit(MODEL.response_hidden)
 SAMPLINGS = [
   Sampling(),
@@ -49,13 +33,6 @@ QUICK = SAMPLINGS[0], SAMPLINGS[5]  # whose programs other tests use, or which t
 
 
 @functools.cache
-def _params():
-  # Larger embeddings make a peaked, interesting distribution.
-  params = MODEL.init(jax.random.key(0))
-  return {**params, "embedding": params["embedding"] * 2.5}
-
-
-@functools.cache
 def _prompts():
   rng = np.random.default_rng(0)
   return Prompts(
@@ -64,29 +41,13 @@ def _prompts():
   )
 
 
-def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T, cache_format=""):
-  """Compiled once for all tests, however they write the arguments."""
-  return _programs(sampling, stop_tokens, slots, length, cache_format)
-
-
-@functools.cache
-def _programs(sampling, stop_tokens, slots, length, cache_format):
-  return EnginePrograms(
-    MODEL,
-    sampling,
-    slots=slots,
-    prefill_rows=P,
-    max_prompt_length=S,
-    max_new_tokens=length,
-    stop_tokens=stop_tokens,
-    pad_token=PAD,
-    cache_format=cache_format,
-  )
+def _engine(sampling=SAMPLINGS[0], slots=P * G, length=T, **settings):
+  return programs(sampling, slots=slots, length=length, **settings)
 
 
 def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settings):
   engine = _engine(sampling, **settings)
-  return sample(engine, _params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
+  return sample(engine, trained(), {}, prompts or _prompts(), jax.random.key(key), group_size)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +56,8 @@ def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settin
 )
 def test_logprobs_equal_the_trainers(sampling):
   rollouts = _generate(sampling)
-  hidden = _response_hidden(_params(), _prompts(), rollouts.tokens)
-  head = MODEL.head(_params())
+  hidden = _response_hidden(trained(), _prompts(), rollouts.tokens)
+  head = MODEL.head(trained())
   trainer, _ = token_logprobs(hidden, head, rollouts.tokens, sampling)
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   # Where a token's keep/drop margin is below 1e-5, sampler and trainer may keep different sets.
@@ -121,8 +82,8 @@ def test_greedy_equals_the_argmax_of_the_full_forward_pass():
   rollouts = _generate(Sampling(temperature=0.0), stop_tokens=(V,))
   tokens = np.zeros((P, G, T), np.int32)
   for t in range(T):
-    hidden = _response_hidden(_params(), _prompts(), tokens)
-    tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(_params()))[:, :, t], axis=-1)
+    hidden = _response_hidden(trained(), _prompts(), tokens)
+    tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(trained()))[:, :, t], axis=-1)
   np.testing.assert_array_equal(rollouts.tokens, tokens)
   np.testing.assert_array_equal(rollouts.behavior_logprobs, 0.0)
 
@@ -151,8 +112,8 @@ def test_frequencies_pass_a_chi_square_test():
     Sampling(temperature=4.0, min_p=0.01),
   ):
     rollouts = _generate(sampling, key=5, prompts=prompts, group_size=4096, slots=4096)
-    hidden = _response_hidden(_params(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
-    p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), sampling))
+    hidden = _response_hidden(trained(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
+    p = np.exp(distribution(head_logits(hidden, MODEL.head(trained())), sampling))
     observed = np.bincount(np.asarray(rollouts.tokens[0, :, 0]), minlength=V)
     assert (observed[p == 0] == 0).all()
     kept = p > 1e-3
@@ -171,8 +132,6 @@ def test_keys_decide_the_samples_and_nothing_else_does():
 
 # --- slots ----------------------------------------------------------------------------------------
 
-LONG = 90  # tokens: several bursts, whose keys are read from several blocks
-
 
 @functools.cache
 def _requests(count=7):
@@ -183,19 +142,15 @@ def _requests(count=7):
   return make_requests(prompts, jax.random.key(4), 2)
 
 
-def _serve(programs, asked):
+def _serve(engine, asked):
   """The groups by index."""
-  return serve(programs, _params(), asked)
-
-
-def _few_slots(cache_format=""):
-  return _engine(stop_tokens=(3,), slots=3, length=LONG, cache_format=cache_format)
+  return serve(engine, trained(), asked)
 
 
 @functools.cache
 def _served(cache_format=""):
   """The groups of all requests in their order, by few slots."""
-  return _serve(_few_slots(cache_format), _requests())
+  return _serve(few_slots(cache_format), _requests())
 
 
 each_cache = pytest.mark.parametrize(
@@ -205,7 +160,7 @@ each_cache = pytest.mark.parametrize(
 
 @each_cache
 def test_the_order_of_requests_changes_no_bit(cache_format):
-  engine, expected = _few_slots(cache_format), _served(cache_format)
+  engine, expected = few_slots(cache_format), _served(cache_format)
   lengths = np.concatenate([group.lengths for group in expected.values()])
   assert lengths.min() < 16 < lengths.max()  # so slots were refilled at different times
   order = np.random.default_rng(0).permutation(len(_requests()))
@@ -214,7 +169,7 @@ def test_the_order_of_requests_changes_no_bit(cache_format):
 
 @each_cache
 def test_neighbors_change_no_bit(cache_format):
-  engine, expected = _few_slots(cache_format), _served(cache_format)
+  engine, expected = few_slots(cache_format), _served(cache_format)
   for request in _requests()[::3]:
     assert_same(_serve(engine, [request]), {request.index: expected[request.index]})
 
@@ -233,8 +188,8 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   engine = _engine(stop_tokens=(3, 11), slots=512)
   prompts = jax.tree.map(lambda x: x[:2], _prompts())
   groups = _serve(engine, make_requests(prompts, jax.random.key(8), 2048))
-  hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
-  p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
+  hidden = _response_hidden(trained(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
+  p = np.exp(distribution(head_logits(hidden, MODEL.head(trained())), Sampling()))
   for index, group in groups.items():
     observed, kept = np.bincount(group.tokens[:, 0], minlength=V), 2048 * p[index] > 2
     statistic = np.sum((observed - 2048 * p[index])[kept] ** 2 / (2048 * p[index])[kept])
@@ -261,8 +216,8 @@ def test_prompts_of_like_length_are_prefilled_together():
   groups = _serve(engine, asked)
   rollouts = stack(groups)
   padded = np.stack([np.pad(prompt, (96 - len(prompt), 0)) for prompt in prompts])
-  hidden = _response_hidden(_params(), Prompts(padded, np.asarray(lengths)), rollouts.tokens)
-  trainer, _ = token_logprobs(hidden, MODEL.head(_params()), rollouts.tokens)
+  hidden = _response_hidden(trained(), Prompts(padded, np.asarray(lengths)), rollouts.tokens)
+  trainer, _ = token_logprobs(hidden, MODEL.head(trained()), rollouts.tokens)
   mask = np.arange(length) < rollouts.lengths[..., None]
   np.testing.assert_allclose(np.where(mask, trainer, 0), rollouts.behavior_logprobs, atol=2e-5)
   assert_same(_serve(engine, asked[::-1]), groups)
@@ -427,11 +382,11 @@ def test_what_an_engine_cannot_decode_is_said():
 
 
 def test_idle_slots_take_no_memory():
-  programs = _few_slots()
-  params, count = programs.load(_params(), {}), lambda: len(jax.live_arrays())
+  decoding = few_slots()
+  params, count = decoding.load(trained(), {}), lambda: len(jax.live_arrays())
 
   def decode(between=lambda: None):
-    engine = Engine(programs)
+    engine = Engine(decoding)
     engine.swap(0, params)
     assert len(drive(engine, _requests(), between=between)) == 2 * len(_requests())
     return engine
@@ -490,7 +445,7 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
 
   def lines(length):
     engine = _engine(stop_tokens=(3,), slots=3, length=length)
-    params = jax.eval_shape(engine.load, _params(), {})
+    params = jax.eval_shape(engine.load, trained(), {})
     state, read = jax.eval_shape(engine.programs.empty_slots), engine.settings.shape.everything
     return engine.programs.burst.lower(params, state, read=read).as_text().count("\n")
 
@@ -506,8 +461,8 @@ def test_the_caches_are_written_in_place(cache_format, dtype):
 
   On CPUs a layer's 8-bit numbers are widened for its products; elsewhere within these.
   """
-  engine = _few_slots(cache_format=cache_format)
-  params = engine.load(_params(), {})
+  engine = few_slots(cache_format=cache_format)
+  params = engine.load(trained(), {})
   state = jax.eval_shape(engine.programs.empty_slots)
   read = engine.settings.shape.everything
   program = engine.programs.burst.lower(params, state, read=read).compile().as_text()
