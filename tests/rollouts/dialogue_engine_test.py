@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from oracles import toys
+from oracles.engines import CONFIG, MODEL, PAD, V, trained
 from oracles.sampling import assert_same, drive, groups_of, make_requests, stack
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.caches import CacheShape
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Engine
@@ -18,21 +18,8 @@ from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Prompts, Sampling
 from rlvr_jax.update.objective import routes_of_inputs
 
-V, P, G, S = 24, 3, 4, 40
-PAD, STOPS = 0, (3, 11)
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=48,
-  qk_norm=True,
-  sliding_window=4,
-  sliding_layers=(True, False),
-)
-MODEL = transformer(CONFIG)
+P, G, S = 3, 4, 40
+STOPS = (3, 11)
 
 
 def _reply(response, turns, max_turns, T):
@@ -41,12 +28,6 @@ def _reply(response, turns, max_turns, T):
   reply = (np.arange(1 + said % 7) * 5 + said) % V
   is_last = turns[len(response) - 1] // 2 + 1 >= max_turns or len(response) + len(reply) >= T
   return reply.astype(np.int32)[: 0 if is_last else None]
-
-
-@functools.cache
-def _params():
-  params = MODEL.init(jax.random.key(0))
-  return {**params, "embedding": params["embedding"] * 2.5}
 
 
 @functools.cache
@@ -112,7 +93,7 @@ def _requests():
 
 def _loaded(programs, dialogue=None):
   engine = Engine(programs, dialogue and dialogue.find_stop)
-  engine.swap(0, programs.load(_params(), {}))
+  engine.swap(0, programs.load(trained(), {}))
   return engine
 
 
@@ -232,8 +213,8 @@ def test_a_stop_string_ends_the_turn_of_a_pushed_rollout():
 
 def test_logprobs_of_all_turns_equal_the_trainers():
   rollouts = stack(_dialogues())
-  hidden = jax.jit(MODEL.response_hidden)(_params(), _prompts(), rollouts.tokens)
-  trainer, _ = token_logprobs(hidden, MODEL.head(_params()), rollouts.tokens, Sampling())
+  hidden = jax.jit(MODEL.response_hidden)(trained(), _prompts(), rollouts.tokens)
+  trainer, _ = token_logprobs(hidden, MODEL.head(trained()), rollouts.tokens, Sampling())
   places = np.arange(rollouts.tokens.shape[-1]) < rollouts.lengths[..., None]
   sampled = places & (rollouts.turns % 2 == 0)
   difference = np.abs(np.asarray(trainer) - rollouts.behavior_logprobs)[sampled]
