@@ -1,4 +1,4 @@
-"""Checkpoints, tokenizers and data of a hub, hf://: here a small server of its HTTP interface."""
+"""Checkpoints of a hub, hf://: here a small server of its HTTP interface."""
 
 import contextlib
 import http.server
@@ -8,19 +8,15 @@ import threading
 import urllib.parse
 
 import fsspec
-import numpy as np
 import pytest
-from data.published_test import _gsm8k_rows
 from models.huggingface_test import SETTINGS, assert_equal, load, published_tensors, write
 
-from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from rlvr_jax.data.published import builder
 from rlvr_jax.storage.folders import list_files
 
 hub = pytest.importorskip("huggingface_hub", reason='pip install "rlvr_jax[hf]"')
 SHA = "0" * 40  # of the only commit
-# Long: fsspec's part. Folders of any of its file systems: storage/folders_test.py, and a remote
-# tokenizer, checkpoint and data set by memory:// beside each of them.
+# Long: fsspec's part. Folders of any of its file systems: storage/folders_test.py; a remote
+# tokenizer and data set, by memory://, are in the tests of each.
 pytestmark = pytest.mark.slow
 
 
@@ -46,16 +42,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_HEAD(self):
     self.do_GET()
-
-  def do_POST(self):
-    """Paths' details."""
-    body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-    try:
-      paths = json.loads(body)["paths"]
-    except ValueError:
-      paths = urllib.parse.parse_qs(body)["paths"]
-    repository = re.fullmatch(r"/api/(\w+/\w+/\w+)/paths-info/.*", self.path)[1]
-    self.answer([entry for entry in self.tree(repository, "") if entry["path"] in paths])
 
   def tree(self, repository, below):
     root = self.server.root / repository
@@ -107,26 +93,3 @@ def test_a_checkpoint_of_a_hub(root):
   assert_equal(load("hf://qwen/tiny"), load(local))
   with pytest.raises(FileNotFoundError, match="absent"):
     list_files("hf://qwen/absent")
-
-
-def test_data_of_a_hub(root):
-  folder = root / "datasets" / "openai" / "gsm8k"
-  folder.mkdir(parents=True)
-  for split, numbers in (("train", [600, 601]), ("test", [1])):
-    (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, _gsm8k_rows(numbers))) + "\n")
-  prepared = builder.prepare("gsm8k", "hf://datasets/openai/gsm8k", root / "prepared")
-  records = prepared.records("train")
-  assert [records[index].answer for index in range(len(records))] == ["1,200", "1,202"]
-
-
-def test_a_tokenizer_of_a_hub(root):
-  tokenizers = pytest.importorskip("tokenizers")
-  folder = root / "models" / "qwen" / "tiny"
-  folder.mkdir(parents=True)
-  model = tokenizers.models.WordLevel({"yes": 0, "no": 1, "<eos>": 2}, unk_token="no")
-  tokenizer = tokenizers.Tokenizer(model)
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-  tokenizer.save(str(folder / "tokenizer.json"))
-  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-  found = HuggingFaceTokenizer("hf://qwen/tiny", prompt_format="plain")
-  assert np.asarray(found.encode_prompt("no yes")).tolist() == [1, 0]

@@ -91,15 +91,6 @@ def test_the_mean_lies_where_all_curves_do():
   np.testing.assert_allclose(found.mean - found.low, half, rtol=1e-6)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
-  rng = np.random.default_rng(0)
-  covered = []
-  for _ in range(2000):
-    found = curves.mean_curve([([0, 1], rng.normal(size=2)) for _ in range(3)], num=2)
-    covered.append((found.low < 0) & (found.high > 0))
-  assert abs(np.mean(covered) - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 4000)
-
-
 def test_the_last_of_several_points_with_the_same_x_counts():
   """A stage's updates all train on tokens that were generated before the first of them."""
   steps = ([0, 0, 10, 10], [0.1, 0.3, 0.5, 0.9])

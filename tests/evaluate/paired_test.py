@@ -1,4 +1,4 @@
-"""Statistics over seeds against textbook values and scipy's own tests."""
+"""Statistics over seeds against textbook values."""
 
 import numpy as np
 import pytest
@@ -9,18 +9,17 @@ OURS, THEIRS = {0: 0.5, 1: 0.7, 2: 0.6, 7: 0.1}, {2: 0.3, 1: 0.5, 0: 0.4, 9: 0.9
 
 
 def test_a_difference_is_taken_seed_by_seed():
-  """0.1, 0.2, 0.3: Student's t at two degrees is 4.302653; one resample in 27 is all 0.1."""
-  from scipy import stats  # half a second, which not every process of the tests needs
+  """0.1, 0.2, 0.3: Student's t at two degrees is 4.302653; one resample in 27 is all 0.1.
 
+  At two degrees P(|t| > x) is 1 - x/√(2 + x²), here with x = √12.
+  """
   found = paired.paired_difference(OURS, THEIRS)
   assert found.num_seeds == 3
   half = 4.302653 * 0.1 / np.sqrt(3)
   np.testing.assert_allclose(found[1:4], [0.2, 0.2 - half, 0.2 + half], rtol=1e-6)
   np.testing.assert_allclose([found.bootstrap_low, found.bootstrap_high], [0.1, 0.3])
   assert found.deviation == pytest.approx(0.1)
-  seeds = (0, 1, 2)
-  p = stats.ttest_rel([OURS[s] for s in seeds], [THEIRS[s] for s in seeds]).pvalue
-  assert found.p == pytest.approx(p) == pytest.approx(0.074180, rel=1e-4)
+  assert found.p == pytest.approx(1 - np.sqrt(12 / 14))
   swapped = paired.paired_difference(THEIRS, OURS)
   assert (swapped.mean, swapped.p) == (-found.mean, found.p)
 
@@ -46,15 +45,6 @@ def test_holm_multiplies_the_smallest_most():
   np.testing.assert_allclose(paired.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
   np.testing.assert_allclose(paired.holm([0.5, 0.6]), [1, 1])
   assert paired.holm([0.2]) == [0.2] and paired.holm([]).size == 0
-
-
-def test_holm_keeps_the_chance_of_a_false_rejection():
-  rng = np.random.default_rng(1)
-  rejected = lambda adjust: np.mean(
-    [adjust(rng.uniform(size=10)).min() < 0.05 for _ in range(2000)]
-  )
-  assert rejected(lambda p: p) > 0.35  # 1 - 0.95^10 = 0.40
-  assert rejected(paired.holm) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 2000)
 
 
 @pytest.mark.parametrize(("effect", "seeds"), [(1.0, 10), (0.5, 34), (0.2, 199), (10.0, 3)])

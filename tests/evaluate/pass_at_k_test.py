@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rlvr_jax import evaluate
 
 
-def counts(max_n=1024):
-  return st.integers(1, max_n).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
+def counts():
+  return st.integers(1, 1024).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
 
 
 def test_equals_enumeration_of_all_subsets():
@@ -25,22 +25,12 @@ def test_equals_enumeration_of_all_subsets():
 
 
 @given(counts(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_equals_exact_rational_arithmetic_up_to_1024_samples(nc, data):
   n, c = nc
   k = data.draw(st.integers(1, n))
   exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
   np.testing.assert_allclose(evaluate.pass_at_k(n, c, k), float(exact), rtol=1e-11)
-
-
-@given(counts(64))
-@settings(deadline=None)
-def test_pass_at_1_is_the_mean_and_grows_with_k_to_certainty(nc):
-  n, c = nc
-  curve = [float(evaluate.pass_at_k(n, c, k)) for k in range(1, n + 1)]
-  assert curve[0] == pytest.approx(c / n, abs=1e-15)
-  assert all(a <= b + 1e-15 for a, b in itertools.pairwise(curve))
-  assert curve[-1] == (1.0 if c else 0.0)
 
 
 def test_is_unbiased():

@@ -96,6 +96,14 @@ def groups_of(ended):
   return groups
 
 
+def assert_same(groups, expected):
+  """Groups by index are equal to the bit."""
+  assert groups.keys() == expected.keys()
+  for index, group in groups.items():
+    for name, value in group._asdict().items():
+      np.testing.assert_array_equal(value, getattr(expected[index], name), err_msg=name)
+
+
 def serve(programs, trained, requests, **options):
   """The groups of requests by index, sampled with version 0; `options` are those of `drive`."""
   engine = Engine(programs)

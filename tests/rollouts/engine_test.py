@@ -9,31 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.sampling import Request, drive, make_requests, sample, serve
+from oracles import toys
+from oracles.engines import LONG, MODEL, PAD, S, V, few_slots, programs, trained
+from oracles.sampling import Request, assert_same, drive, make_requests, sample, serve, stack
 
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Prompts, Sampling
 
-V, P, G, S, T = 24, 3, 4, 6, 9
-PAD = 0
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=48,
-  qk_norm=True,
-  final_soft_cap=15.0,
-  sliding_window=4,
-  sliding_layers=(True, False),
-)
-MODEL = transformer(CONFIG)
+P, G, T = 3, 4, 9
 _response_hidden = jax.jit(MODEL.response_hidden)
 SAMPLINGS = [
   Sampling(),
@@ -48,13 +33,6 @@ QUICK = SAMPLINGS[0], SAMPLINGS[5]  # whose programs other tests use, or which t
 
 
 @functools.cache
-def _params():
-  # Larger embeddings make a peaked, interesting distribution.
-  params = MODEL.init(jax.random.key(0))
-  return {**params, "embedding": params["embedding"] * 2.5}
-
-
-@functools.cache
 def _prompts():
   rng = np.random.default_rng(0)
   return Prompts(
@@ -63,29 +41,13 @@ def _prompts():
   )
 
 
-def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T, cache_format=""):
-  """Compiled once for all tests, however they write the arguments."""
-  return _programs(sampling, stop_tokens, slots, length, cache_format)
-
-
-@functools.cache
-def _programs(sampling, stop_tokens, slots, length, cache_format):
-  return EnginePrograms(
-    MODEL,
-    sampling,
-    slots=slots,
-    prefill_rows=P,
-    max_prompt_length=S,
-    max_new_tokens=length,
-    stop_tokens=stop_tokens,
-    pad_token=PAD,
-    cache_format=cache_format,
-  )
+def _engine(sampling=SAMPLINGS[0], slots=P * G, length=T, **settings):
+  return programs(sampling, slots=slots, length=length, **settings)
 
 
 def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settings):
   engine = _engine(sampling, **settings)
-  return sample(engine, _params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
+  return sample(engine, trained(), {}, prompts or _prompts(), jax.random.key(key), group_size)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +56,8 @@ def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settin
 )
 def test_logprobs_equal_the_trainers(sampling):
   rollouts = _generate(sampling)
-  hidden = _response_hidden(_params(), _prompts(), rollouts.tokens)
-  head = MODEL.head(_params())
+  hidden = _response_hidden(trained(), _prompts(), rollouts.tokens)
+  head = MODEL.head(trained())
   trainer, _ = token_logprobs(hidden, head, rollouts.tokens, sampling)
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   # Where a token's keep/drop margin is below 1e-5, sampler and trainer may keep different sets.
@@ -118,11 +80,11 @@ def test_logprobs_equal_the_trainers(sampling):
 
 def test_greedy_equals_the_argmax_of_the_full_forward_pass():
   rollouts = _generate(Sampling(temperature=0.0), stop_tokens=(V,))
-  tokens = np.zeros((P, 1, T), np.int32)
+  tokens = np.zeros((P, G, T), np.int32)
   for t in range(T):
-    hidden = _response_hidden(_params(), _prompts(), jnp.asarray(tokens))
-    tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(_params()))[:, :, t], axis=-1)
-  np.testing.assert_array_equal(rollouts.tokens, np.repeat(tokens, G, axis=1))
+    hidden = _response_hidden(trained(), _prompts(), tokens)
+    tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(trained()))[:, :, t], axis=-1)
+  np.testing.assert_array_equal(rollouts.tokens, tokens)
   np.testing.assert_array_equal(rollouts.behavior_logprobs, 0.0)
 
 
@@ -150,8 +112,8 @@ def test_frequencies_pass_a_chi_square_test():
     Sampling(temperature=4.0, min_p=0.01),
   ):
     rollouts = _generate(sampling, key=5, prompts=prompts, group_size=4096, slots=4096)
-    hidden = _response_hidden(_params(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
-    p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), sampling))
+    hidden = _response_hidden(trained(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
+    p = np.exp(distribution(head_logits(hidden, MODEL.head(trained())), sampling))
     observed = np.bincount(np.asarray(rollouts.tokens[0, :, 0]), minlength=V)
     assert (observed[p == 0] == 0).all()
     kept = p > 1e-3
@@ -170,8 +132,6 @@ def test_keys_decide_the_samples_and_nothing_else_does():
 
 # --- slots ----------------------------------------------------------------------------------------
 
-LONG = 90  # tokens: several bursts, whose keys are read from several blocks
-
 
 @functools.cache
 def _requests(count=7):
@@ -182,20 +142,15 @@ def _requests(count=7):
   return make_requests(prompts, jax.random.key(4), 2)
 
 
-def _serve(programs, asked):
+def _serve(engine, asked):
   """The groups by index."""
-  return serve(programs, _params(), asked)
+  return serve(engine, trained(), asked)
 
 
-def _assert_equal(groups, expected):
-  assert groups.keys() == expected.keys()
-  for index, group in groups.items():
-    for name, value in group._asdict().items():
-      np.testing.assert_array_equal(value, getattr(expected[index], name))
-
-
-def _few_slots(stop_tokens=(3,), cache_format=""):
-  return _engine(stop_tokens=stop_tokens, slots=3, length=LONG, cache_format=cache_format)
+@functools.cache
+def _served(cache_format=""):
+  """The groups of all requests in their order, by few slots."""
+  return _serve(few_slots(cache_format), _requests())
 
 
 each_cache = pytest.mark.parametrize(
@@ -205,29 +160,24 @@ each_cache = pytest.mark.parametrize(
 
 @each_cache
 def test_the_order_of_requests_changes_no_bit(cache_format):
-  engine = _few_slots(cache_format=cache_format)
-  expected = _serve(engine, _requests())
+  engine, expected = few_slots(cache_format), _served(cache_format)
   lengths = np.concatenate([group.lengths for group in expected.values()])
   assert lengths.min() < 16 < lengths.max()  # so slots were refilled at different times
-  for seed in range(2):
-    order = np.random.default_rng(seed).permutation(len(_requests()))
-    _assert_equal(_serve(engine, [_requests()[i] for i in order]), expected)
+  order = np.random.default_rng(0).permutation(len(_requests()))
+  assert_same(_serve(engine, [_requests()[i] for i in order]), expected)
 
 
 @each_cache
 def test_neighbors_change_no_bit(cache_format):
-  engine = _few_slots(cache_format=cache_format)
-  expected = _serve(engine, _requests())
+  engine, expected = few_slots(cache_format), _served(cache_format)
   for request in _requests()[::3]:
-    _assert_equal(_serve(engine, [request]), {request.index: expected[request.index]})
+    assert_same(_serve(engine, [request]), {request.index: expected[request.index]})
 
 
 @pytest.mark.slow
 def test_the_number_of_slots_changes_rounding_only():
-  few, many = (
-    _serve(_engine(stop_tokens=(3,), slots=slots, length=LONG), _requests()) for slots in (3, 14)
-  )
-  for index, group in few.items():
+  many = _serve(_engine(stop_tokens=(3,), slots=14, length=LONG), _requests())
+  for index, group in _served().items():
     np.testing.assert_array_equal(group.tokens, many[index].tokens)
     np.testing.assert_allclose(group.behavior_logprobs, many[index].behavior_logprobs, atol=2e-6)
 
@@ -238,27 +188,17 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   engine = _engine(stop_tokens=(3, 11), slots=512)
   prompts = jax.tree.map(lambda x: x[:2], _prompts())
   groups = _serve(engine, make_requests(prompts, jax.random.key(8), 2048))
-  hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
-  p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
+  hidden = _response_hidden(trained(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
+  p = np.exp(distribution(head_logits(hidden, MODEL.head(trained())), Sampling()))
   for index, group in groups.items():
     observed, kept = np.bincount(group.tokens[:, 0], minlength=V), 2048 * p[index] > 2
     statistic = np.sum((observed - 2048 * p[index])[kept] ** 2 / (2048 * p[index])[kept])
     assert statistic < kept.sum() + 4 * np.sqrt(2 * kept.sum())
 
 
-def test_what_the_slots_do_is_counted():
-  engine = _loaded_engine(_few_slots())
-  ended = drive(engine, _requests())
-  usage = engine.usage
-  assert usage.slot_tokens == sum(rollout.length for rollout in ended.values())
-  assert 0 < usage.drain_tokens < usage.slot_tokens
-  assert usage.slot_tokens < usage.slot_steps < 3 * usage.slot_tokens
-  assert usage.slot_steps % 3 == 0 and 0 < usage.drain_slot_steps < usage.slot_steps
-
-
 def test_prompts_of_like_length_are_prefilled_together():
   """Up to three blocks of 32 tokens; the response is that of a prompt by itself."""
-  rng = np.random.default_rng(2)
+  rng, length = np.random.default_rng(2), 24
   lengths = [5, 92, 35, 3, 80, 36, 1]
   prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
   keys = _requests()
@@ -269,23 +209,18 @@ def test_prompts_of_like_length_are_prefilled_together():
     slots=4,
     prefill_rows=2,
     max_prompt_length=96,
-    max_new_tokens=LONG,
+    max_new_tokens=length,
     stop_tokens=(3,),
     pad_token=PAD,
   )
   groups = _serve(engine, asked)
-  for request in asked:
-    padded = np.pad(request.prompt, (96 - len(request.prompt), 0))[None]
-    tokens = groups[request.index].tokens[None]
-    hidden = _response_hidden(
-      _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
-    )
-    trainer, _ = token_logprobs(hidden, MODEL.head(_params()), tokens)
-    mask = np.arange(LONG) < groups[request.index].lengths[:, None]
-    np.testing.assert_allclose(
-      np.where(mask, trainer[0], 0), groups[request.index].behavior_logprobs, atol=2e-5
-    )
-  _assert_equal(_serve(engine, asked[::-1]), groups)
+  rollouts = stack(groups)
+  padded = np.stack([np.pad(prompt, (96 - len(prompt), 0)) for prompt in prompts])
+  hidden = _response_hidden(trained(), Prompts(padded, np.asarray(lengths)), rollouts.tokens)
+  trainer, _ = token_logprobs(hidden, MODEL.head(trained()), rollouts.tokens)
+  mask = np.arange(length) < rollouts.lengths[..., None]
+  np.testing.assert_allclose(np.where(mask, trainer, 0), rollouts.behavior_logprobs, atol=2e-5)
+  assert_same(_serve(engine, asked[::-1]), groups)
 
 
 def _long_engine(compiles_ahead=False):
@@ -326,10 +261,10 @@ def test_bits_do_not_depend_on_the_program_that_decodes():
   assert engine.programs.burst._cache_size() > 1 and max(responses) > 64
   other = _long_engine()
   _serve(other, long)
-  _assert_equal(_serve(other, short), groups)
+  assert_same(_serve(other, short), groups)
   later = _serve(engine, long)
   assert engine.programs.burst._cache_size() <= 4
-  _assert_equal(_serve(other, long), later)
+  assert_same(_serve(other, long), later)
 
 
 @pytest.mark.slow
@@ -339,22 +274,31 @@ def test_the_next_burst_is_compiled_while_one_runs():
   groups = _serve(engine, requests)
   assert engine.programs.burst._cache_size() == 1  # the first; the others came from the thread
   assert engine.programs.prefill._cache_size() == 1
-  _assert_equal(groups, expected)
+  assert_same(groups, expected)
 
 
-# --- rollouts pushed by hand ----------------------------------------------------------------------
+# --- rollouts pushed by hand, on toy programs ----------------------------------------------------
 
 
-def _loaded(programs, version=0):
-  params = MODEL.init(jax.random.key(version))
-  return programs.load({**params, "embedding": params["embedding"] * 2.5}, {})
+class _ToyPrograms(toys.ToyPrograms):
+  """They prefill three prompts of any length together; a cache knows the weights that made it."""
+
+  def prefill_rows(self, length):
+    return P
+
+  def prefill(self, params, tokens, prompts, **options):
+    prefilled = super().prefill(params, tokens, prompts, **options)
+    return prefilled._replace(prompts=tuple((params, *row) for row in prefilled.prompts))
+
+  def padded_length(self, tokens, *, has_response):
+    return toys.S
 
 
-def _loaded_engine(programs, *versions):
-  """An engine with the weights of versions; of version 0 if none is named."""
-  engine = Engine(programs)
-  for version in versions or (0,):
-    engine.swap(version, _loaded(programs, version))
+def _toy_engine(*versions, slots=3):
+  """An engine with the weights of versions, which are their numbers."""
+  engine = Engine(_ToyPrograms(slots=slots))
+  for version in versions:
+    engine.swap(version, f"weights {version}")
   return engine
 
 
@@ -365,16 +309,26 @@ def _rollouts(engine, request, plan=None):
   return [engine.rollout(place, request.prompt, key, plan) for place, key in pairs]
 
 
-def _assert_same_arrays(rollouts, expected, names=("tokens", "behavior_logprobs", "versions")):
+def _assert_same_arrays(rollouts, expected):
   assert rollouts.keys() == expected.keys()
   for place, rollout in rollouts.items():
-    for name in names:
+    for name in ("tokens", "behavior_logprobs", "versions"):
       np.testing.assert_array_equal(rollout.arrays[name], expected[place].arrays[name], name)
+
+
+def test_what_the_slots_do_is_counted():
+  engine = _toy_engine(0)
+  ended = drive(engine, _requests())
+  usage = engine.usage
+  assert usage.slot_tokens == sum(rollout.length for rollout in ended.values())
+  assert 0 < usage.drain_tokens < usage.slot_tokens
+  assert usage.slot_tokens < usage.slot_steps < 3 * usage.slot_tokens
+  assert usage.slot_steps % 3 == 0 and 0 < usage.drain_slot_steps < usage.slot_steps
 
 
 def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
   """Three slots, two rollouts a prompt, three prompts prefilled together."""
-  engine = _loaded_engine(_few_slots())
+  engine = _toy_engine(0)
   begun = 0
   while engine.free:
     engine.begin(_rollouts(engine, _requests()[begun]))
@@ -382,8 +336,8 @@ def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
   assert begun == P and engine.num_rollouts == 2 * P and engine.idle_slots == 3
   engine.burst()
   assert not engine.free  # three prefilled rollouts are left for three slots at most
-  # Five slots want a third rollout of a second batch.
-  engine = Engine(_engine(stop_tokens=(3,), slots=7, length=LONG))
+  # Seven slots want a rollout of a second batch.
+  engine = _toy_engine(slots=7)
   for request in _requests()[:P]:
     assert engine.free
     engine.begin(_rollouts(engine, request))
@@ -392,46 +346,47 @@ def test_as_many_prompts_begin_as_fill_the_slots_and_a_batch_of_prompts():
 
 def test_rollouts_that_wait_for_a_slot_begin_with_the_newest_weights():
   """As if the older ones, with which they were prefilled, had not been there."""
-  programs = _few_slots()
-  engine = _loaded_engine(programs)
-  swap = lambda: engine.swap(1, _loaded(programs, 1))
-  ended = drive(engine, _requests(), between=swap)
-  expected = drive(_loaded_engine(programs, 1), _requests())
+  engine = _toy_engine(0)
+  ended = drive(engine, _requests(), between=lambda: engine.swap(1, "weights 1"))
+  expected = drive(_toy_engine(1), _requests())
   newer = {place: r for place, r in ended.items() if r.arrays["versions"][0] == 1}
   assert len(newer) == len(ended) - 3  # all but those of the first burst
   _assert_same_arrays(newer, {place: expected[place] for place in newer})
 
 
 def test_a_shorter_plan_repeats_its_last_version():
-  engine = _loaded_engine(_few_slots(), 0, 1)
-  with_plan = lambda plan: drive(engine, _requests(), plan=lambda place: plan)
-  complete = with_plan(np.repeat([0, 1], (16, LONG - 16)))
-  _assert_same_arrays(with_plan(np.asarray([0, 1])), complete)
-  assert {*np.concatenate([r.arrays["versions"][16:] for r in complete.values()])} == {-1, 1}
+  with_plan = lambda plan: drive(_toy_engine(0, 1), _requests(), plan=lambda place: plan)
+  steps = toys.STEPS
+  complete = with_plan(np.repeat([0, 1], (steps, toys.T - steps)))
+  _assert_same_arrays(with_plan(np.repeat([0, 1], (steps, 1))), complete)
+  later = np.concatenate([r.arrays["versions"][steps:] for r in complete.values()])
+  assert {*later} == {-1, 1}
 
 
 def test_what_an_engine_cannot_decode_is_said():
-  programs = _few_slots()
-  engine = Engine(programs)
+  engine = _toy_engine()
   with pytest.raises(ValueError, match="begin or resume"):
     engine.burst()
-  engine.swap(3, _loaded(programs))
+  engine.swap(3, "weights 3")
   engine.begin(_rollouts(engine, _requests()[2], np.asarray([4])))
   with pytest.raises(ValueError, match=r"version 4 .* token 0 of rollout \(2, 0\).* \[3\]"):
     engine.burst()
-  engine = _loaded_engine(programs, 3)
+  engine = _toy_engine(3)
   engine.release(before=4)
   engine.begin(_rollouts(engine, _requests()[0]))
   with pytest.raises(ValueError, match=r"version 3 .* \[\]"):
     engine.burst()
 
 
+# --- memory and programs --------------------------------------------------------------------------
+
+
 def test_idle_slots_take_no_memory():
-  programs = _few_slots()
-  params, count = _loaded(programs), lambda: len(jax.live_arrays())
+  decoding = few_slots()
+  params, count = decoding.load(trained(), {}), lambda: len(jax.live_arrays())
 
   def decode(between=lambda: None):
-    engine = Engine(programs)
+    engine = Engine(decoding)
     engine.swap(0, params)
     assert len(drive(engine, _requests(), between=between)) == 2 * len(_requests())
     return engine
@@ -490,7 +445,7 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
 
   def lines(length):
     engine = _engine(stop_tokens=(3,), slots=3, length=length)
-    params = jax.eval_shape(engine.load, _params(), {})
+    params = jax.eval_shape(engine.load, trained(), {})
     state, read = jax.eval_shape(engine.programs.empty_slots), engine.settings.shape.everything
     return engine.programs.burst.lower(params, state, read=read).as_text().count("\n")
 
@@ -506,8 +461,8 @@ def test_the_caches_are_written_in_place(cache_format, dtype):
 
   On CPUs a layer's 8-bit numbers are widened for its products; elsewhere within these.
   """
-  engine = _few_slots(cache_format=cache_format)
-  params = engine.load(_params(), {})
+  engine = few_slots(cache_format=cache_format)
+  params = engine.load(trained(), {})
   state = jax.eval_shape(engine.programs.empty_slots)
   read = engine.settings.shape.everything
   program = engine.programs.burst.lower(params, state, read=read).compile().as_text()

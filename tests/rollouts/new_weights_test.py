@@ -6,55 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.sampling import drive, groups_of, make_requests, stack
+from oracles.engines import CONFIG, LONG, MODEL, S, V, few_slots, trained
+from oracles.sampling import assert_same, drive, groups_of, make_requests, stack
 
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.rollouts.programs import EnginePrograms
 from rlvr_jax.types import Prompts, Sampling
 
-V, P, G, S, T, SLOTS = 24, 4, 3, 6, 72, 5
+P, G, T = 4, 3, LONG
 STEPS = 16  # of a burst
-SAMPLING = Sampling(temperature=1.3)
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=48,
-  sliding_window=7,
-  sliding_layers=(True, False),
-)
-MODEL = transformer(CONFIG)
-
-
-@functools.cache
-def engine():
-  return EnginePrograms(
-    MODEL,
-    SAMPLING,
-    slots=SLOTS,
-    prefill_rows=P,
-    max_prompt_length=S,
-    max_new_tokens=T,
-    stop_tokens=(3,),
-    pad_token=0,
-  )
-
-
-@functools.cache
-def trained(version):
-  params = MODEL.init(jax.random.key(version))
-  return {**params, "embedding": params["embedding"] * 2.0}
 
 
 @functools.cache
 def weights(version):
-  return engine().load(trained(version), {})
+  return few_slots().load(trained(version), {})
 
 
 @functools.cache
@@ -75,7 +40,7 @@ def requests():
 @functools.cache
 def sampled(rebuild, last=3, every=2):
   """The groups of rollouts that get a newer version every two bursts, up to the last."""
-  found, bursts = Engine(engine()), 0
+  found, bursts = Engine(few_slots()), 0
   found.swap(0, weights(0), rebuild=rebuild)
 
   def swap():
@@ -86,13 +51,6 @@ def sampled(rebuild, last=3, every=2):
     found.swap(version, weights(version), rebuild=rebuild)
 
   return groups_of(drive(found, requests(), between=swap))
-
-
-def assert_same(groups, expected):
-  assert groups.keys() == expected.keys()
-  for index, group in groups.items():
-    for name, value in group._asdict().items():
-      np.testing.assert_array_equal(value, getattr(expected[index], name), err_msg=name)
 
 
 def test_tokens_bear_the_version_of_their_burst():
@@ -117,7 +75,7 @@ def test_with_a_rebuilt_cache_each_token_is_of_its_version():
   compared = 0
   for version in range(4):
     hidden = forward(trained(version), prompts(), rollouts.tokens)
-    found, _ = token_logprobs(hidden, MODEL.head(trained(version)), rollouts.tokens, SAMPLING)
+    found, _ = token_logprobs(hidden, MODEL.head(trained(version)), rollouts.tokens)
     own = rollouts.versions == version
     np.testing.assert_allclose(
       rollouts.behavior_logprobs[own], np.asarray(found)[own], rtol=0, atol=1e-5
@@ -150,37 +108,39 @@ def step_under():
 
     tables = MODEL.rotary(jnp.full((1, 1, 1), position)).at(0)
     hidden, *_ = MODEL.decode(params, token[None], tables, attend, _no_delta, None)
-    return distribution(head_logits(hidden, MODEL.head(params)), SAMPLING)[0], updated
+    return distribution(head_logits(hidden, MODEL.head(params)), Sampling())[0], updated
 
   return step
 
 
 def test_with_the_old_cache_each_token_is_of_its_version_after_a_mixed_past():
-  """Each under its version, beside the keys and values that earlier versions have left."""
+  """Each under its version, beside the keys and values that earlier versions have left.
+
+  The first rollout of each prompt; those of the last prompts have waited for a slot.
+  """
   step, groups = step_under(), sampled(False)
   empty = jnp.zeros((S + T, CONFIG.num_kv_heads, CONFIG.head_dim))
   mixed = 0
   for group, tokens, length in zip(
     groups.values(), prompts().tokens, prompts().lengths, strict=True
   ):
-    for g in range(G):
-      cache = [(empty, empty)] * CONFIG.num_layers
-      versions, response = group.versions[g], group.tokens[g, : group.lengths[g]]
-      context = [*tokens[S - length :], *response[:-1]]
-      for position, token in enumerate(context):
-        place = max(position - (length - 1), 0)  # of the token that is predicted
-        logprobs, cache = step(weights(int(versions[place])), cache, jnp.int32(token), position)
-        if position >= length - 1:
-          expected = float(logprobs[response[place]])
-          assert group.behavior_logprobs[g, place] == pytest.approx(expected, abs=1e-5)
-          mixed += versions[place] != versions[0]
+    cache = [(empty, empty)] * CONFIG.num_layers
+    versions, response = group.versions[0], group.tokens[0, : group.lengths[0]]
+    context = [*tokens[S - length :], *response[:-1]]
+    for position, token in enumerate(context):
+      place = max(position - (length - 1), 0)  # of the token that is predicted
+      logprobs, cache = step(weights(int(versions[place])), cache, jnp.int32(token), position)
+      if position >= length - 1:
+        expected = float(logprobs[response[place]])
+        assert group.behavior_logprobs[0, place] == pytest.approx(expected, abs=1e-5)
+        mixed += versions[place] != versions[0]
   assert mixed > 50
 
 
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_recorded_versions_give_the_same_bits(rebuilds):
   """In another order, where slots at a time have several versions, which take turns."""
-  groups, again = sampled(rebuilds), Engine(engine())
+  groups, again = sampled(rebuilds), Engine(few_slots())
   for version in range(4):
     again.swap(version, weights(version), rebuild=rebuilds)
   plan = lambda place: groups[place[0]].versions[place[1]]
@@ -189,6 +149,6 @@ def test_recorded_versions_give_the_same_bits(rebuilds):
 
 @pytest.mark.parametrize("rebuilds", [False, True])
 def test_a_version_that_comes_again_is_as_one(rebuilds):
-  plain = Engine(engine())
+  plain = Engine(few_slots())
   plain.swap(0, weights(0))
   assert_same(sampled(rebuilds, last=0), groups_of(drive(plain, requests())))

@@ -25,8 +25,7 @@ def _batch(seed, P=5, G=4, S=9, T=30):
   return prompts, prompt_lengths, tokens, lengths
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("alignment", [1, 8])
+@pytest.mark.parametrize(("seed", "alignment"), [(0, 1), (1, 8)])
 def test_every_token_is_predicted_once_from_its_own_past(seed, alignment):
   """What a place sees, by the rule of `Rows`, is its prompt and its rollout so far, and no more."""
   prompts, prompt_lengths, tokens, lengths = _batch(seed)
@@ -55,7 +54,7 @@ def test_every_token_is_predicted_once_from_its_own_past(seed, alignment):
   assert len(seen) == lengths.sum()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_short_rows_hold_what_a_nearly_empty_micro_batch_would(seed):
   """Nothing is lost, nothing lies beyond a short row's places, and fewer are computed."""
   prompts, prompt_lengths, tokens, lengths = _batch(seed)
@@ -146,7 +145,7 @@ def test_the_bound_on_rows_holds_for_the_worst_lengths():
     assert len(rows) == most == layout.max_micro_batches
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_bound_on_rows_holds_for_random_lengths(seed):
   rng = np.random.default_rng(seed)
   S, T, G = rng.integers(1, 20), rng.integers(1, 40), rng.integers(1, 9)
@@ -158,7 +157,7 @@ def test_the_bound_on_rows_holds_for_random_lengths(seed):
   assert len(rows) <= layout.max_micro_batches
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_group_per_device_fits_the_layout_of_few(seed):
   """Whatever the lengths and the devices: shapes never change, so nothing compiles again."""
   rng = np.random.default_rng(seed)

@@ -134,12 +134,12 @@ def test_logprobs_are_those_of_the_network_with_the_rounded_cache():
   """Prompts of several lengths, and responses of several bursts in slots that are refilled."""
   rollouts = _rollouts()
   assert rollouts.lengths.max() > 32
-  for p, g in [(1, 1)]:
-    n = rollouts.lengths[p, g]
-    tokens = rollouts.tokens[p, g, :n]
-    logprobs = _decode_one_by_one(_prompts().tokens[p, S - _prompts().lengths[p] :], tokens)
-    expected = logprobs[np.arange(n), tokens]
-    np.testing.assert_allclose(rollouts.behavior_logprobs[p, g, :n], expected, atol=2e-5)
+  p, g, n = 1, 1, 30  # tokens of two bursts, and more than the sliding window
+  assert rollouts.lengths[p, g] >= n
+  tokens = rollouts.tokens[p, g, :n]
+  logprobs = _decode_one_by_one(_prompts().tokens[p, S - _prompts().lengths[p] :], tokens)
+  expected = logprobs[np.arange(n), tokens]
+  np.testing.assert_allclose(rollouts.behavior_logprobs[p, g, :n], expected, atol=2e-5)
 
 
 def test_the_trainer_differs_by_rounding_within_its_bound():

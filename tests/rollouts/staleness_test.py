@@ -72,10 +72,6 @@ def test_first_drops_all_that_is_used_up_and_nothing_else(case):
     assert schedule.first(t) == min(trained[t:])
 
 
-def test_on_policy():
-  assert plan(staleness.on_policy(), 4) == [(0, 0), (1, 1), (2, 2), (3, 3)]
-
-
 def test_two_batches_in_two_epochs():
   schedule = staleness.updates_per_refresh(batches=2, epochs=2)
   table = [  # sampled before it, trained on, lowest number kept
@@ -146,14 +142,6 @@ def test_a_run_without_updates_has_a_schedule():
 def test_batches_of_most_refreshes(schedule, batches):
   assert schedule.batches_per_refresh(12) == batches
   assert schedule.batches_per_refresh(0) == 1
-
-
-def test_fixed_lag_of_two():
-  schedule = staleness.fixed_lag(lag=2, num_updates=6)
-  assert [schedule.samples(t) for t in range(6)] == [3, 1, 1, 1, 0, 0]
-  assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
-  longer_than_the_run = staleness.fixed_lag(lag=9, num_updates=3)
-  assert [longer_than_the_run.samples(t) for t in range(3)] == [3, 0, 0]
 
 
 @given(st.integers(0, 12), st.integers(0, 40))

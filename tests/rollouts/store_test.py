@@ -1,5 +1,6 @@
-import json
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from rlvr_jax.rollouts.store import (
   StoreError,
   TornShardError,
 )
+from rlvr_jax.storage.files import DiskFullError
 
 
 def make_group(seed, draw=0, index=0, size=6):
@@ -249,17 +251,26 @@ def test_opening_removes_what_a_killed_writer_leaves(filled):
   assert len(list((filled.directory / GROUPS_FOLDER).iterdir())) == 1
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_an_error_at_any_step_of_writing_leaves_nothing(filled, monkeypatch, step):
+@pytest.mark.parametrize(
+  ("step", "code", "error", "message"),
+  [
+    ("fsync", errno.EIO, OSError, "Input/output"),
+    ("replace", errno.ENOSPC, DiskFullError, r"no space left to write .*/{}\. Free some space"),
+  ],
+)
+def test_an_error_at_any_step_of_writing_leaves_nothing(
+  filled, monkeypatch, step, code, error, message
+):
   def fail(*args, **kwargs):
-    raise OSError(5, "Input/output error")
+    raise OSError(code, os.strerror(code))
 
   with monkeypatch.context() as patch:
     patch.setattr(*{"fsync": (os, "fsync"), "replace": (type(filled.directory), step)}[step], fail)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(error, match=message.format(r"00000004\.safetensors")):
       filled.write(4, *make_batch(4))
     if step == "replace":
-      with pytest.raises(OSError, match="Input/output"):
+      name = f"{GROUPS_FOLDER}/00000000.000000.safetensors"
+      with pytest.raises(error, match=message.format(re.escape(name))):
         filled.write_groups([make_group(0)])
   assert filled.numbers() == [0, 1, 2, 3] and not [*filled.directory.rglob("*.tmp")]
   filled.write(4, *make_batch(4))
@@ -335,37 +346,6 @@ def test_one_process_writes_at_a_time(store):
 # --- full disks, foreign folders, retention -------------------------------------------------------
 
 
-def test_a_disk_that_fills_while_writing(tmp_path):
-  """A file size limit stands in for a full disk."""
-  code = """
-import resource, sys
-sys.path.insert(0, sys.argv[2])
-from rlvr_jax.storage.files import DiskFullError
-from store_test import RolloutStore, make_batch, make_group
-store = RolloutStore(sys.argv[1], writable=True)
-store.write(0, *make_batch(0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
-for act in (lambda: store.write(1, *make_batch(1, size=20_000)),
-            lambda: store.write_groups([make_group(1, size=20_000)])):
-  try:
-    act()
-  except DiskFullError as error:
-    print(error)
-store.write(1, *make_batch(1))
-print(store.numbers())
-"""
-  folder = tmp_path / "rollouts"
-  command = [sys.executable, "-c", code, folder, os.path.dirname(__file__)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-  batch_line, group_line, numbers = done.stdout.splitlines()
-  assert f"no space left to write {folder / '00000001.safetensors'}. Free some" in batch_line
-  assert f"{folder}/{GROUPS_FOLDER}/00000000.000000.safetensors. Free some space" in group_line
-  assert json.loads(numbers) == [0, 1]
-  assert not list(folder.rglob("*.tmp"))
-  for number in (0, 1):
-    assert_same(RolloutStore(folder, writable=False).read(number), make_batch(number))
-
-
 def test_what_a_disk_loses_in_silence_is_not_stored(filled, monkeypatch):
   path_type = type(filled.directory)
   monkeypatch.setattr(
@@ -386,8 +366,9 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable):
   assert sorted(os.listdir(tmp_path)) == ["draft.tmp", "thesis.tex"]
 
 
-@pytest.mark.parametrize("writable", [False, True])
-@pytest.mark.parametrize("name", ["index.jsonl", "00000003.array_record"])
+@pytest.mark.parametrize(
+  ("writable", "name"), [(False, "index.jsonl"), (True, "00000003.array_record")]
+)
 def test_a_store_of_the_former_format_is_refused_by_name(tmp_path, writable, name):
   (tmp_path / name).write_text("{}")
   with pytest.raises(StoreError, match=rf"former format .*{name}.*version of rlvr_jax that wrote"):

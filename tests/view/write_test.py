@@ -71,12 +71,14 @@ def write_file(folder, path, **options):
   return write.write_page(path, [run], {}, [read.stored_numbers(folder)], **options)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float16", "float32", "float64"])
-def test_parts_are_read_back_as_they_were(dtype):
-  part = Part({"text": made.ATTACK}, {"a": np.arange(3, dtype=dtype), "b": np.ones((2, 0), dtype)})
+def test_parts_are_read_back_as_they_were():
+  dtypes = ["uint8", "uint16", "int32", "float16", "float32", "float64"]
+  arrays = {dtype: np.arange(3, dtype=dtype) for dtype in dtypes}
+  part = Part({"text": made.ATTACK}, arrays | {"empty": np.ones((2, 0), "float32")})
   found = decode(write.encode(part))
-  assert found.header == part.header and found.arrays["b"].shape == (2, 0)
-  assert found.arrays["a"].dtype == dtype and found.arrays["a"].tolist() == [0, 1, 2]
+  assert found.header == part.header and found.arrays["empty"].shape == (2, 0)
+  for dtype in dtypes:
+    assert found.arrays[dtype].dtype == dtype and found.arrays[dtype].tolist() == [0, 1, 2]
 
 
 def test_a_file_holds_all_batches_as_they_were_stored(folder, tmp_path):
