@@ -129,7 +129,8 @@ def test_differences_are_paired_by_seed():
   lines = table.splitlines()
   assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired |"
   assert lines[2].startswith("| GRPO | 3 |") and lines[2].endswith("| – |")
-  assert "| +0.083 |" in lines[3] and len(lines) == 4  # the same for all seeds: no interval
+  assert "| +0.083 |" in lines[3]  # the same for all seeds: no interval
+  assert lines[4:] == ["", "No run of these arms has finished: none."]
   assert report.cell([0.5, 0.5]) == "0.5" and report.cell([0.5, 0.6]) == "0.55 ± 0.6"
   runs[-1] = result("FADE", 2, 0.92)
   found = [
@@ -140,7 +141,7 @@ def test_differences_are_paired_by_seed():
   ]
   assert found[0].startswith("| FADE | 3 | +0.089 [+0.065, +0.113] |")
   assert found[1].startswith("| FADE | 3 | +0.0889 [+0.0650, +0.1128] |")
-  assert report.table([], ["GRPO"], {}) == "No run of these arms has finished."
+  assert report.table([], ["GRPO"], {}) == "No run of these arms has finished: GRPO."
 
 
 @pytest.mark.slow
