@@ -144,15 +144,12 @@ def test_differences_are_paired_by_seed():
   assert report.table([], ["GRPO"], {}) == "No run of these arms has finished: GRPO."
 
 
-@pytest.mark.slow
-def test_an_experiment_makes_its_tables_and_figure(tmp_path):
-  results = [result(label, seed, 0.8) for label in steps.ARMS for seed in range(2)]
-  text = steps.tables(results)
-  assert all(f"| {label} | 2 |" in text for label in steps.ARMS)
-  steps.draw(results, tmp_path)
+def test_an_experiment_that_has_only_begun_has_its_tables_and_figure(tmp_path):
+  begun = [result("GRPO", 0, 0.8)]
+  assert "| GRPO | 1 |" in steps.tables(begun)
+  steps.draw(begun, tmp_path)
   assert (tmp_path / "curves.png").stat().st_size > 10_000
   assert all(set(panel.labels) <= set(steps.ARMS) for panel in steps.PANELS)
-  assert "| GRPO | 1 |" in steps.tables([results[0]])
 
 
 def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
