@@ -11,11 +11,9 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[2]
-FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eval|geometry|gram|"
-FAMILIES += (
-  "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|routing|source|"
-)
-FAMILIES += "stage|staleness|teacher|time|update|veto|warm_start"
+FAMILIES = "advantage|agreement|behavior|correction|counter|curriculum|dynamic_sampling|eval|"
+FAMILIES += "geometry|gram|groups|hosts|loss|memory|outcome|policy|reference|response|reward|"
+FAMILIES += "reweighting|routing|source|stage|staleness|teacher|time|update|veto|warm_start"
 NAME = re.compile(rf"(?:{FAMILIES})/[\w.@{{}}\[\]'/]+[\w}}]")
 
 
