@@ -25,6 +25,8 @@ import numpy as np
 from absl import app, flags
 
 from experiments.recipes.sweep import RECIPES
+from rlvr_jax.evaluate.compare import markdown_table
+from rlvr_jax.evaluate.curves import save_figure
 from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.rollouts.batch import write_batch
 from rlvr_jax.train.reporting.progress import say
@@ -60,28 +62,17 @@ def table(names: Sequence[str], rows: dict[str, dict[str, float]]) -> str:
   def cell(row: dict[str, float], metric: str) -> str:
     return f"{row[metric]:.3g}" if metric in row else "–"
 
-  lines = [f"| recipe | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-  lines += [
-    f"| {name} | {' | '.join(cell(rows[name], m) for m in COLUMNS.values())} |" for name in names
-  ]
-  return "\n".join(lines)
+  cells = {name: [cell(rows[name], metric) for metric in COLUMNS.values()] for name in names}
+  return markdown_table([*COLUMNS], cells, "recipe")
 
 
 def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: str) -> None:
   """Saves a heat map of pairwise cosines, with numbers."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  size = 2.5 + 0.5 * len(names)
-  figure, axes = pyplot.subplots(figsize=(size, size))
-  image = plot_cosines(axes, names, matrix)
-  axes.set_title(title)
-  figure.colorbar(image, shrink=0.7, label="cosine of update directions")
-  figure.tight_layout()
-  figure.savefig(path, dpi=80)
-  pyplot.close(figure)
+  side = 2.5 + 0.5 * len(names)
+  with save_figure(path, size=(side, side), dpi=80) as axes:
+    image = plot_cosines(axes, names, matrix)
+    axes.set_title(title)
+    axes.figure.colorbar(image, ax=axes, shrink=0.7, label="cosine of update directions")
 
 
 def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict[str, float]]]:

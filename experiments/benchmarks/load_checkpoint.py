@@ -37,7 +37,7 @@ import ml_dtypes
 import numpy as np
 
 from experiments.benchmarks.page_cache import drop_from_cache
-from experiments.benchmarks.tables import Row, hardware, table
+from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
@@ -53,6 +53,9 @@ from rlvr_jax.types import Params
 _LIMIT = 2.0  # in largest tensors
 _SAMPLING_INTERVAL_S = 0.002
 _POOL = 2**24  # random numbers that all tensors repeat
+NOTES = """bfloat16 files to float32 parameters. `peak beyond`: private memory at its peak,
+without what the process had before and without the final parameters. `in largest tensors`: the
+same, in sizes of the checkpoint's largest tensor as it is in the file. At most 2 are allowed."""
 
 _PRESET = flags.DEFINE_string("preset", "qwen2.5_1.5b", "A preset of rlvr_jax.models.presets.")
 _OVERRIDES = flags.DEFINE_string("overrides", "{}", "JSON: fields of the preset to replace.")
@@ -145,19 +148,9 @@ def measure(config: TransformerConfig, shard_mib: int, scratch: pathlib.Path) ->
 
 def write_report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
   """Writes the table and the numbers; returns the table."""
-  folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"load_checkpoint_{jax.default_backend()}"
   conditions = {"hardware": hardware(), "jax": jax.__version__, "command": command}
-  results = {"conditions": conditions, "rows": rows}
-  path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-  description = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  notes = """bfloat16 files to float32 parameters. `peak beyond`: private memory at its peak,
-without what the process had before and without the final parameters. `in largest tensors`: the
-same, in sizes of the checkpoint's largest tensor as it is in the file. At most 2 are allowed."""
-  parts = ["# Loading a checkpoint", f"Conditions: {description}.", notes, table(rows)]
-  text = "\n\n".join(parts) + "\n"
-  path.with_suffix(".md").write_text(text)
-  return text
+  return write_results(path, "Loading a checkpoint", rows, conditions, NOTES)
 
 
 def main(argv: list[str]) -> None:

@@ -39,14 +39,27 @@ def hardware() -> str:
 
 
 def write_results(
-  path: pathlib.Path, title: str, rows: Sequence[Row], conditions: Mapping[str, Any]
+  path: pathlib.Path,
+  title: str,
+  rows: Sequence[Row],
+  conditions: Mapping[str, Any],
+  notes: str = "",
 ) -> str:
-  """Writes a table to PATH.md and its numbers to PATH.json; returns the table with its title."""
+  """Writes a table to PATH.md and its numbers to PATH.json; returns the table with its title.
+
+  Args:
+    path: without an extension.
+    title: of the table.
+    rows: column → value, of each row.
+    conditions: name → value, of the measurement.
+    notes: what the columns mean, in Markdown.
+  """
   path.parent.mkdir(parents=True, exist_ok=True)
   results = {"conditions": conditions, "rows": rows}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
   description = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# {title}\n\nConditions: {description}.\n\n{table(rows)}\n"
+  parts = [f"# {title}", f"Conditions: {description}.", notes, table(rows)]
+  text = "\n\n".join(filter(None, parts)) + "\n"
   path.with_suffix(".md").write_text(text)
   return text
 

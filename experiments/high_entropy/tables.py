@@ -19,10 +19,17 @@ from experiments.high_entropy.sweep import (
   SUCCESS_HEAVY,
 )
 from experiments.testbed import report
-from experiments.testbed.claims import Claim, Quantity, arm_table, quantity_tables, write_page
-from experiments.testbed.report import Result, late_mean, peak_update
+from experiments.testbed.claims import (
+  Claim,
+  Quantity,
+  arm_table,
+  measured,
+  quantity_tables,
+  write_page,
+)
+from experiments.testbed.report import Panel, Result, late_mean, peak_update, plot_panel
 from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, result_curve
+from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean()
@@ -42,19 +49,19 @@ MORE = {
   "its update": peak_update,
   "pass@16 at the start": lambda result: result["evaluations"][PASS_AT_16][0],
   "late pass@16": late_mean(PASS_AT_16),
-  "entropy at the end": lambda result: result["measured"]["at the end"],
+  "entropy at the end": measured("at the end"),
 }
 QUANTITIES = (
   Quantity(
     "Entropy over the run, nats",
     (Claim("F1", EQUAL, SUCCESS_HEAVY, "more"),),
-    lambda result: result["measured"][ENTROPY],
+    measured(ENTROPY),
     0.02,
   ),
   Quantity(
     "The head's rank-1 fraction at the end",
     (Claim("F2", FAILURE_HEAVY, EQUAL, "more"),),
-    lambda result: result["measured"][RANK_ONE],
+    measured(RANK_ONE),
     0.05,
   ),
   Quantity(
@@ -76,17 +83,18 @@ QUANTITIES = (
     0.03,
   ),
 )
-PANELS = ((METRIC, "held-out pass@1"), (PASS_AT_16, "held-out pass@16"))
+PANELS = (
+  Panel("held-out pass@1", METRIC, list(ADVANTAGES)),
+  Panel("held-out pass@16", PASS_AT_16, list(ADVANTAGES)),
+)
 
 
 def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1 and pass@16."""
   runs = compare.group_by_label(results)
   with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
-    for axes, (metric, title) in zip(row.flat, PANELS, strict=True):
-      of_panel = {label: [result_curve(run, metric) for run in runs[label]] for label in ADVANTAGES}
-      curves.plot_curves(axes, of_panel, metric, "updates")
-      axes.set_title(title)
+    for axes, panel in zip(row.flat, PANELS, strict=True):
+      plot_panel(axes, panel, runs)
 
 
 def tables(results: Sequence[Result]) -> str:

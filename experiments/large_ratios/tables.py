@@ -42,6 +42,7 @@ from experiments.testbed.claims import (
   Claim,
   arm_table,
   claim_table,
+  measured,
   verdict,
   write_page,
 )
@@ -215,26 +216,33 @@ def speedups(
 
 
 def price_table(results: Sequence[Result]) -> str:
-  """Speed-ups at the price of the plan, their verdicts, and how many seeds get there."""
+  """Speed-ups at the price of the plan, their verdicts, and how many seeds get there.
+
+  Cells whose runs are missing have a dash.
+  """
+  mean = lambda found: f"{statistics.mean(found.values()):.2f}" if found else "–"
   rows = {}
   for name, race in RACES.items():
     zero_if_never = speedups(results, race, PRICE)
-    if not zero_if_never:
-      continue
-    means = [statistics.mean(speedups(results, race, p).values()) for p in SHOWN_PRICES]
     at_most = speedups(results, race, PRICE, at_most=True)
-    found = at_most if race.bounded else zero_if_never
-    less_one = paired_difference(found, dict.fromkeys(found, 1.0))
     rows[name] = [
       race.stale,
       f"{sum(x > 0 for x in zero_if_never.values())} of {len(zero_if_never)}",
-      *(f"{mean:.2f}" for mean in means),
-      f"{statistics.mean(at_most.values()):.2f}",
-      compare.difference_cell(less_one),
-      verdict("more", less_one.low, less_one.high, SOONER),
+      *(mean(speedups(results, race, price)) for price in SHOWN_PRICES),
+      mean(at_most),
+      *_verdict_cells(at_most if race.bounded else zero_if_never),
     ]
   header = ["stale run", "seeds that get there", *(f"p = {price:.3g}" for price in SHOWN_PRICES)]
   return markdown_table([*header, "at most", "claimed less 1, 95 %", "verdict"], rows, "claim")
+
+
+def _verdict_cells(found: dict[int, float]) -> list[str]:
+  """The speed-ups less 1 with their interval, and the verdict; undecided with fewer than two."""
+  if len(found) < 2:
+    return ["–", "undecided"]
+  less_one = paired_difference(found, dict.fromkeys(found, 1.0))
+  decided = verdict("more", less_one.low, less_one.high, SOONER)
+  return [compare.difference_cell(less_one), decided]
 
 
 def _draw_price(axes: Any, results: Sequence[Result]) -> None:
@@ -243,6 +251,8 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
       at = lambda price, race=race: speedups(results, race, price, at_most=race.bounded)
       means = [statistics.mean(at(price).values()) for price in GRID]
       axes.plot(GRID, means, label=f"{name}, at most" if race.bounded else name)
+    else:
+      axes.plot([], [], " ", label=f"{name}: no run")
   axes.axhline(1, color="black", linewidth=0.8)
   axes.axvline(PRICE, color="gray", linewidth=0.8)
   axes.set_xscale("log")
@@ -268,7 +278,7 @@ def draw(results: Sequence[Result]) -> None:
 def tables(results: Sequence[Result]) -> str:
   """All tables as Markdown."""
   later = {**LOWER_RUNS, **REFRESHED_RUNS, **WHY_RUNS, **LONGER_RUNS}
-  entropy = {"entropy at the end": lambda result: result["measured"]["at the end"]}
+  entropy = {"entropy at the end": measured("at the end")}
   arms = arm_table(results, [*RUNS, *VETO_RUNS, *later], SHOWN, LATE, entropy)
   claims = [*CLAIMS, *VETO, *CLAIMS_AT_LOWER, *WHY, *AS_LONG]
   title = f"Speed-up of stale over fresher rollouts, at a price p of {PRICE:.2f} updates:"

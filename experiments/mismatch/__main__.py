@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from rlvr_jax.evaluate.compare import markdown_table
+from rlvr_jax.evaluate.curves import save_figure
 from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.same_rollouts import (
@@ -178,31 +180,23 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
   """A Markdown table with a row for each loss, and the columns of each condition."""
   conditions = list(rows)
   head = [f"{condition}: {column}" for condition in conditions for column in COLUMNS]
-  lines = [f"| loss | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+  cells = {}
   for label in rows[conditions[0]]:
     found = [rows[condition][label].get(column) for condition in conditions for column in COLUMNS]
-    cells = ["–" if value is None else f"{value:.2f}" for value in found]
-    lines.append(f"| {label} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    cells[label] = ["–" if value is None else f"{value:.2f}" for value in found]
+  return markdown_table(head, cells, "loss")
 
 
 def draw(path: pathlib.Path, rows: Mapping[str, Mapping[str, Row]]) -> None:
   """Saves a picture of the cosines: a row for each loss, a column for each condition."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
   conditions, labels = list(rows), list(rows[next(iter(rows))])
   matrix = np.array([[rows[c][label]["cosine"] for c in conditions] for label in labels])
-  figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(conditions), 1 + 0.32 * len(labels)))
-  image = plot_cosines(axes, labels, matrix, conditions)
-  axes.set_aspect("auto")
-  axes.set_title("cosine with the on-policy gradient")
-  figure.colorbar(image, shrink=0.7)
-  figure.tight_layout()
-  figure.savefig(path, dpi=100)
-  pyplot.close(figure)
+  size = 2 + 0.9 * len(conditions), 1 + 0.32 * len(labels)
+  with save_figure(path, size=size, dpi=100) as axes:
+    image = plot_cosines(axes, labels, matrix, conditions)
+    axes.set_aspect("auto")
+    axes.set_title("cosine with the on-policy gradient")
+    axes.figure.colorbar(image, ax=axes, shrink=0.7)
 
 
 def run(workdir: pathlib.Path, base: Any, **arguments: Any) -> dict[str, dict[str, Row]]:

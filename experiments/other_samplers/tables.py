@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from experiments.other_samplers.sweep import EQUAL, LARGER, OTHERS, RUNS, half_from
 from experiments.testbed.claims import MISMATCH, Claim, arm_table, claim_table, write_page
-from experiments.testbed.report import Result, late_mean
+from experiments.testbed.report import Panel, Result, late_mean, plot_panel
 from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, result_curve
+from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean()
@@ -35,8 +35,7 @@ def draw(results: Sequence[Result]) -> None:
   """Saves a figure of held-out pass@1."""
   runs = compare.group_by_label(results)
   with curves.save_figure(HOME / "curves.png", size=(8, 4.5), dpi=90) as axes:
-    of_arms = {label: [result_curve(run) for run in runs[label]] for label in RUNS}
-    curves.plot_curves(axes, of_arms, METRIC, "updates")
+    plot_panel(axes, Panel("", METRIC, list(RUNS)), runs)
 
 
 def tables(results: Sequence[Result]) -> str:

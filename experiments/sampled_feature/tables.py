@@ -26,13 +26,13 @@ from experiments.testbed.claims import (
   Quantity,
   arm_table,
   claim_row,
+  measured,
   quantity_tables,
   write_page,
 )
-from experiments.testbed.report import Panel, Result, RunValue, draw_panels, late_mean
+from experiments.testbed.report import Panel, Result, draw_panels, late_mean
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
-from rlvr_jax.evaluate.paired import paired_difference
 
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean()
@@ -55,13 +55,6 @@ SHOWN = (N_EFF, OF_LOSS, PR, "n_eff, score", PR_SCORE, ALPHA, "update norm", "cl
 SMALL, LARGE = SIZES[0], SIZES[-1]
 OF_SALT = Claim("S2", salt(BASE_SIZE), grpo(BASE_SIZE), "more")
 ON_DAPO = Claim("S2, DAPO", "SALT on DAPO", "DAPO", "more")
-
-
-def measured(name: str) -> RunValue:
-  """What was measured over a run; None where it has not."""
-  return lambda result: result["measured"].get(name)
-
-
 QUANTITIES = (
   Quantity(
     "Late pass@1",
@@ -130,7 +123,7 @@ def size_table(results: Sequence[Result]) -> str:
   of_salt, of_grpo = (
     gain_of_size(results, {size: label(size) for size in SIZES}) for label in (salt, grpo)
   )
-  rows = {LARGER.name: claim_row(LARGER, paired_difference(of_salt, of_grpo))}
+  rows = {LARGER.name: claim_row(LARGER, of_salt, of_grpo)}
   table = markdown_table(HEADINGS, rows, "claim")
   return f"Late pass@1 with G = {LARGE} less that with G = {SMALL}:\n\n{table}"
 

@@ -11,7 +11,7 @@ from experiments.testbed import report
 from experiments.testbed.report import Result, RunValue
 from rlvr_jax.evaluate import compare
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
-from rlvr_jax.evaluate.paired import Difference, paired_difference
+from rlvr_jax.evaluate.paired import BySeed, paired_difference
 from rlvr_jax.evaluate.run_files import read_metrics
 
 MATTERS = 0.03  # of pass@1
@@ -65,27 +65,35 @@ def verdict(claimed: str, low: float, high: float, matters: float = MATTERS) -> 
 HEADINGS = ["arm", "less", "difference, 95 %", "seeds", "claimed", "margin", "verdict"]
 
 
+def measured(name: str) -> RunValue:
+  """What `write_page` measured over a run; None where the run lacks the metric."""
+  return lambda result: result["measured"].get(name)
+
+
 def claim_row(
-  claim: Claim, found: Difference, matters: float = MATTERS, least_seeds: int = 2
+  claim: Claim,
+  arm: BySeed,
+  control: BySeed,
+  matters: float = MATTERS,
+  least_seeds: int = 2,
 ) -> list[str]:
-  """Cells of a claim, for the columns of `HEADINGS`.
+  """Cells of a claim, for the columns of `HEADINGS`; a dash for the interval of one seed or none.
 
   Args:
     claim: what is claimed.
-    found: the difference of its arms.
+    arm, control: seed → value of the arm and of its control, of the runs that have finished.
     matters: the difference that would matter.
     least_seeds: a difference of fewer seeds decides nothing, whatever its interval is.
   """
-  is_decided = found.num_seeds >= least_seeds
-  return [
-    claim.arm,
-    claim.control,
-    f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
-    str(found.num_seeds),
-    claim.claimed,
-    f"{matters:g}",
-    verdict(claim.claimed, found.low, found.high, matters) if is_decided else "undecided",
-  ]
+  num_seeds = len(arm.keys() & control.keys())
+  interval, decided = "–", "undecided"
+  if num_seeds > 1:
+    found = paired_difference(arm, control)
+    interval = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    if num_seeds >= least_seeds:
+      decided = verdict(claim.claimed, found.low, found.high, matters)
+  described = [claim.arm, claim.control, interval, str(num_seeds)]
+  return [*described, claim.claimed, f"{matters:g}", decided]
 
 
 def claim_table(
@@ -99,23 +107,22 @@ def claim_table(
 
   Args:
     claims: all of one quantity; there are no rows as long as none of their arms has run.
-    results: with the runs of their arms.
+    results: with the runs of their arms; the quantity is not asked of other runs.
     value: the quantity, of a result.
     matters: the difference of it that would matter.
     least_seeds: see `claim_row`. Arms that share fewer than two seeds have no interval.
   """
-  values = compare.values_by_seed(results, value)
+  runs = compare.group_by_label(results)
+
+  def by_seed(label: str) -> dict[int, float]:
+    values = {run["seed"]: value(run) for run in runs.get(label, [])}
+    return {seed: x for seed, x in values.items() if x is not None}
+
   rows = {}
-  if any(claim.arm in values for claim in claims):
+  if any(claim.arm in runs for claim in claims):
     for claim in claims:
-      arm, control = (values.get(label, {}) for label in (claim.arm, claim.control))
-      num_seeds = len(arm.keys() & control.keys())
-      if num_seeds > 1:
-        found = paired_difference(arm, control)
-        rows[claim.name] = claim_row(claim, found, matters, least_seeds)
-      else:
-        few = ["–", str(num_seeds), claim.claimed, f"{matters:g}", "undecided"]
-        rows[claim.name] = [claim.arm, claim.control, *few]
+      arm, control = by_seed(claim.arm), by_seed(claim.control)
+      rows[claim.name] = claim_row(claim, arm, control, matters, least_seeds)
   return markdown_table(HEADINGS, rows, "claim")
 
 
@@ -148,7 +155,7 @@ def quantity_tables(quantities: Sequence[Quantity], results: Sequence[Result]) -
 def arm_table(
   results: Sequence[Result],
   labels: Sequence[str],
-  measured: Iterable[str],
+  shown: Iterable[str],
   value: RunValue,
   more: Mapping[str, RunValue] = {},
 ) -> str:
@@ -157,19 +164,15 @@ def arm_table(
   Args:
     results: with the field `measured`, which `write_page` adds.
     labels: of the arms, in order.
-    measured: names of its columns.
+    shown: names of its columns, of what was measured.
     value: the late pass@1 of a result.
     more: heading → value of a result, of further columns.
   """
-
-  def column(name: str) -> Callable[[Result], float | None]:
-    return lambda result: result["measured"].get(name)
-
-  columns: Mapping[str, Callable[[Result], float | None]] = {
+  columns: Mapping[str, RunValue] = {
     "pass@1 at the start": lambda result: result["evaluations"][METRIC][0],
     "late pass@1": value,
     **more,
-    **{name: column(name) for name in measured},
+    **{name: measured(name) for name in shown},
   }
   return report.table(results, labels, columns)
 
@@ -177,7 +180,7 @@ def arm_table(
 def write_page(
   home: pathlib.Path,
   labels: Sequence[str],
-  measured: Measured,
+  metrics: Measured,
   tables: Callable[[Sequence[Result]], str],
   draw: Callable[[Sequence[Result]], None],
 ) -> None:
@@ -186,7 +189,7 @@ def write_page(
   Args:
     home: folder of the experiment.
     labels: of all its arms.
-    measured: of each run, for results.json, where the run has the metric.
+    metrics: what is measured of each run, for results.json, where the run has the metric.
     tables: results → Markdown.
     draw: saves the figure of new results.
   """
@@ -194,7 +197,7 @@ def write_page(
   def measure(workdir: str) -> dict[str, Any]:
     train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
     found = {}
-    for name, (metric, of) in measured.items():
+    for name, (metric, of) in metrics.items():
       if values := [r[metric] for r in train if metric in r]:
         found[name] = float(f"{of(values):.6g}")
     return {"measured": found}

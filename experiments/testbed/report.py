@@ -180,7 +180,7 @@ def table(
   """Makes a Markdown table with a row per label, with its paired difference to the baseline.
 
   Args:
-    results: results of runs; labels without runs are omitted.
+    results: results of runs; labels without runs have no row and are named below the table.
     labels: labels of the rows, in order.
     columns: heading → value of a run; cells are means over seeds.
     compared: value whose difference is taken, by seed. None for no differences.
@@ -189,8 +189,10 @@ def table(
   """
   by_label = compare.group_by_label(results)
   runs_by_label = {label: by_label[label] for label in labels if label in by_label}
+  missing = ", ".join(label for label in labels if label not in by_label)
+  note = f"No run of these arms has finished: {missing}."
   if not runs_by_label:
-    return "No run of these arms has finished."
+    return note
   rows = {label: [str(len(runs))] for label, runs in runs_by_label.items()}
   for run_value in columns.values():
     for label, runs in runs_by_label.items():
@@ -203,7 +205,8 @@ def table(
     for label in rows:
       d = differences.get(label)
       rows[label] += [compare.difference_cell(d, digits) if d else "–"]
-  return compare.markdown_table(header, rows)
+  text = compare.markdown_table(header, rows)
+  return f"{text}\n\n{note}" if missing else text
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def draw_panels(results: Sequence[Result], panels: Sequence[Panel], path: pathli
 
 
 def plot_panel(axes: Any, panel: Panel, by_label: Mapping[str, Sequence[Result]]) -> None:
-  """Plots the curves of a panel's labels that have run.
+  """Plots the curves of a panel's labels that have run; the legend names the others, too.
 
   Args:
     axes: matplotlib's.
@@ -245,6 +248,8 @@ def plot_panel(axes: Any, panel: Panel, by_label: Mapping[str, Sequence[Result]]
     label: _metric_curves(by_label.get(label, []), panel.metric) for label in panel.labels
   }
   present = {label: pairs for label, pairs in metric_curves.items() if pairs}
+  for label in (label for label in metric_curves if label not in present):
+    axes.plot([], [], " ", label=f"{label}: no run")
   curves.plot_curves(axes, present, panel.metric, "updates")
   axes.set_title(panel.title)
 

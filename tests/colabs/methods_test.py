@@ -23,11 +23,8 @@ RATIOS = np.array([0.5, 0.9, 1.0, 1.1, 2.0], np.float32)
 @pytest.mark.parametrize(
   ("loss", "sign", "expected"),
   [
-    (losses.reinforce(), 1, [1, 1, 1, 1, 1]),
     (losses.ppo_clip(), 1, [0.5, 0.9, 1, 1.1, 0]),
     (losses.ppo_clip(), -1, [0, -0.9, -1, -1.1, -2]),
-    (losses.cispo(epsilon_low=1.0), 1, [0.5, 0.9, 1, 1.1, 1.2]),
-    (losses.topr(), -1, [-0.5, -0.9, -1, -1, -1]),
   ],
 )
 def test_token_weights_are_those_of_the_formula(loss, sign, expected):

@@ -120,16 +120,18 @@ def test_a_reply_adds_the_cache_that_is_computed_anew(parts):
   assert found == pytest.approx(40 * one + sum(caches))
 
 
-def test_every_candidate_can_be_built():
+def test_every_candidate_can_be_built(parts):
   """Six prompts split over neither eight nor four devices."""
   prompts = dict(batch__prompts=6, evaluation__batch_prompts=6)
   config = tiny.config(mesh__fsdp=2, mesh__tensor=1, **prompts, **FIELDS)
+  shape = parts.shape._replace(prompts=6)
+  candidates = lambda mesh: tune.update_candidates(
+    config, parts.model.config, shape, dataclasses.replace(parts.placement, mesh=mesh),
+    workload.longest(), CHIP,
+  )  # fmt: skip
+  assert candidates(sharding.make_mesh(fsdp=8)) == []
   two = jax.devices()[:2]
-  parts = programs.build_shapes_only(config, sharding.make_mesh(fsdp=2, devices=two))
-  of_run = parts.model.config, parts.shape
-  eight = dataclasses.replace(parts.placement, mesh=sharding.make_mesh(fsdp=8))
-  assert tune.update_candidates(config, *of_run, eight, workload.longest(), CHIP) == []
-  found = tune.update_candidates(config, *of_run, parts.placement, workload.longest(), CHIP)
+  found = candidates(sharding.make_mesh(fsdp=2, devices=two))
   for candidate in (found[0], found[-1]):
     changed = tune.apply_overrides(config, candidate.overrides)
     mesh = sharding.make_mesh(**changed.mesh, devices=two)

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import textwrap
+import types
 
 import pytest
 from train import tiny
@@ -13,7 +14,6 @@ from train.sums import sums
 from rlvr_jax.commands import check
 from rlvr_jax.commands.check import FAIL, OK, WARN, PreflightError
 from rlvr_jax.data.byte_pairs import save, train_byte_pairs
-from rlvr_jax.environments.dialogues import EnvironmentStartError
 
 NAMES = (
   "devices processes clocks workdir tokenizer data config prompt lengths checkpoint space grader"
@@ -104,13 +104,21 @@ def test_messages_are_shown_as_the_model_will_see_them(capsys, tmp_path):
 
 def test_a_prompt_is_shown_as_the_model_will_see_it(tmp_path):
   """With the tokens of the template, and without its middle if it is long."""
+
+  def shown(**fields):
+    preflight = check.Preflight(tiny.config(**MESH | fields), str(tmp_path / "run"))
+    preflight.check_tokenizer()
+    preflight.check_data()
+    preflight.parts = types.SimpleNamespace(task=preflight.task, tokenizer=preflight.tokenizer)
+    return preflight.check_prompt().text
+
   long = [{"prompt": f"{n}" + "x" * 5000 + "end?", "answer": n} for n in (10, 11)]
   in_lines = in_chat(tmp_path, long)
   chat = {name: field for name, field in in_lines.items() if name != "task"}
-  _, text = checked(tmp_path, "prompt", **chat, max_prompt_length=200)
+  text = shown(**chat, max_prompt_length=200)
   assert text.endswith(f": '<|user|>{sums().train[0].question}<|im_end|><|assistant|>'")
   of_bytes = dict(tokenizer="bytes", prompts__format="plain", max_prompt_length=6000)
-  _, text = checked(tmp_path, "prompt", **in_lines | of_bytes)
+  text = shown(**in_lines | of_bytes)
   assert re.search(r"has 5006 tokens: '1\dx+ … \[\d+ characters\] … x+end\?'$", text), text
   assert len(text) < 1000
 
@@ -141,13 +149,11 @@ def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, tex
 
 
 def test_an_environment_plays_the_first_problem(tmp_path):
-  says = "environments.faulty_environments:says"
-  fields = dict(environment__processes=1, max_prompt_length=40)
-  of = lambda name: checked(tmp_path, "environment", **fields, environment__name=name)
-  status, text = of(f"{says}(text='a', question='messages')")
-  assert status == OK and " tokens: 'be kind\\nseed " in text
-  with pytest.raises(EnvironmentStartError, match="ValueError: a fault"):
-    of(f"{says}(text='raise a fault')")
+  name = "environments.faulty_environments:says(text='a', question='messages')"
+  fields = dict(environment__processes=1, environment__name=name, max_prompt_length=40)
+  status, text = checked(tmp_path, "environment", **fields)
+  assert status == OK and "|a' to 'no answer' within " in text
+  assert " tokens: 'be kind\\nseed " in text
 
 
 def test_a_checkpoint_without_its_weights(capsys, tmp_path):
@@ -160,19 +166,18 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
   assert lines["config"][0] == OK and message == "1 check failed: checkpoint"
 
 
-def test_a_sketch_that_costs_more_than_the_exact_gram_is_warned_of(tmp_path):
-  status, text = checked(tmp_path, "config", reweighting="salt", gram="sketch")
+def test_what_is_slow_is_warned_of(tmp_path, monkeypatch):
+  """A sketch that costs more than the exact Gram matrix, and bfloat16, which this CPU lacks."""
+  monkeypatch.setattr("rlvr_jax.train.setup.compiler_options.lacks_bfloat16", lambda: True)
+  sketch = dict(reweighting="salt", gram="sketch")
+  fields = dict(**sketch, model__overrides__compute_dtype="bfloat16")
+  status, text = checked(tmp_path, "config", **fields)
   expected = (
     "config.gram = 'sketch' costs as much as 128.0 products of .* at a width of 32, .* 'streaming'"
     " only 10.0;"
   )
   assert status == WARN and re.search(expected, text), text
-
-
-def test_bfloat16_that_a_cpu_lacks_is_warned_of(tmp_path, monkeypatch):
-  monkeypatch.setattr("rlvr_jax.train.setup.compiler_options.lacks_bfloat16", lambda: True)
-  status, text = checked(tmp_path, "config", model__overrides__compute_dtype="bfloat16")
-  assert status == WARN and "compute_dtype = 'float32' is faster" in text
+  assert "compute_dtype = 'float32' is faster" in text
 
 
 def test_a_workdir_that_cannot_be_written(tmp_path):

@@ -14,13 +14,13 @@ from rlvr_jax.train.setup.build import build
 URL = "s3://bucket/run"
 
 
-@pytest.mark.parametrize("path", [URL, "gs://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
+@pytest.mark.parametrize("path", [URL, "gs://b", pathlib.Path(URL)])
 def test_urls_are_no_local_paths(path):
   with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* that all hosts mount"):
     parse_path("--workdir", path, must_be_on_disk=True)
 
 
-@pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "../runs", "a:b", pathlib.Path("~/x")])
+@pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "a:b"])
 def test_local_paths_stay_as_they_are(path):
   assert parse_path("--workdir", path, must_be_on_disk=True) == pathlib.Path(path)
 
@@ -29,8 +29,6 @@ def test_local_paths_stay_as_they_are(path):
   ("mode", "workdir", "checkpoint", "owner"),
   [
     ("train", URL, None, "--workdir"),
-    ("check", URL, None, "--workdir"),
-    ("eval", URL, None, "--workdir"),
     ("eval", "runs/x", URL, "--checkpoint"),
     ("export", URL, URL, "--checkpoint"),  # its workdir may be remote
     ("train", "gs://bucket", None, "--workdir"),  # a bucket has many runs

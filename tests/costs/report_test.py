@@ -158,36 +158,35 @@ def test_useful_work_is_that_of_full_lengths_on_every_chip():
   assert found["generation"] == (responses[0] - responses[1]) / 2
 
 
-def dialogues(**fields):
+@pytest.fixture(scope="module")
+def dialogues():
   """Parts of a tiny run on dialogues: 8 prompts of 8 tokens, each with 4 responses of 40."""
   environment = dict(environment__name="guess(low=1, high=7)", environment__max_turns=3)
-  config = tiny.config(max_response_length=40, mesh__data=2, **environment, **fields)
+  config = tiny.config(max_response_length=40, mesh__data=2, **environment)
   return programs.build_shapes_only(config, sharding.make_mesh(data=2))
 
 
 LENGTHS = "dialogue(turns=3, policy=5, reply=10, sigma=0)"
 
 
-def test_the_head_of_dialogues_computes_chunks_of_the_policys_tokens():
+def test_the_head_of_dialogues_computes_chunks_of_the_policys_tokens(dialogues):
   """Few places are one chunk, computed as a whole; of more only as many chunks as are wanted."""
-  parts = dialogues()
-  packed, counts = ahead_of_time.count(parts, LENGTHS)
-  layout, policy = parts.placement.row_layout, 8 * 4 * 15
+  packed, counts = ahead_of_time.count(dialogues, LENGTHS)
+  layout, policy = dialogues.placement.row_layout, 8 * 4 * 15
   assert np.sum(packed.places >= 0) == policy
   assert counts.loops[rf"wanted_of_{layout.rows_per_device * layout.length}/while$"] == 1
   assert [wanted_chunks(5000, wanted, 2048) for wanted in (1, 1667, 1668, 5000)] == [1, 1, 2, 3]
   assert wanted_chunks(2048, 1, 2048) == wanted_chunks(2048, 2048, 2048) == 1
   with pytest.raises(ValueError, match=r"config\.environment\.max_turns = 3; raise max_turns, or"):
-    ahead_of_time.count(parts, LENGTHS.replace("turns=3", "turns=4"))
+    ahead_of_time.count(dialogues, LENGTHS.replace("turns=3", "turns=4"))
 
 
-def test_useful_work_of_dialogues_has_the_head_at_the_policys_tokens_and_a_prefill():
-  parts = dialogues()
-  network, found = parts.model.config, ahead_of_time.count(parts, LENGTHS)[1].useful_flops
+def test_useful_work_of_dialogues_has_the_head_at_the_policys_tokens_and_a_prefill(dialogues):
+  network, found = dialogues.model.config, ahead_of_time.count(dialogues, LENGTHS)[1].useful_flops
   lengths = [8] * 8, np.full((8, 4), 35)
   expected = update_flops(network, *lengths, predicted=np.full((8, 4), 15))
   assert found["update"] == expected / 2 < update_flops(network, *lengths) / 2
-  rows, length = parts.programs.engine.longest_prefill()
+  rows, length = dialogues.programs.engine.longest_prefill()
   assert length >= 48 and rows == 8
   assert found["prefill"] == forward_flops(network, [48] * 8, [[0]] * 8) / 2
 

@@ -1,40 +1,25 @@
 """The pages have every metric that the code writes, and none that it does not."""
 
-import ast
 import pathlib
 import re
 
 import pytest
 from train import tiny
 
-from docs import glossary
+from docs import glossary, strings
 from rlvr_jax.commands.train import train
 from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[2]
-FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eval|geometry|gram|"
-FAMILIES += (
-  "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|routing|source|"
-)
-FAMILIES += "stage|staleness|teacher|time|update|veto|warm_start"
+FAMILIES = "advantage|agreement|behavior|correction|counter|curriculum|dynamic_sampling|eval|"
+FAMILIES += "geometry|gram|groups|hosts|loss|memory|outcome|policy|reference|response|reward|"
+FAMILIES += "reweighting|routing|source|stage|staleness|teacher|time|update|veto|warm_start"
 NAME = re.compile(rf"(?:{FAMILIES})/[\w.@{{}}\[\]'/]+[\w}}]")
 
 
-def literals():
-  """Names of metrics in the package's strings, {…} of f-strings as the text {}."""
-  for path in sorted((ROOT / "rlvr_jax").rglob("*.py")):
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    parts = {id(v) for node in nodes if isinstance(node, ast.JoinedStr) for v in node.values}
-    for node in nodes:
-      text = node.value if isinstance(node, ast.Constant) and id(node) not in parts else None
-      if isinstance(node, ast.JoinedStr):
-        text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
-      if isinstance(text, str) and NAME.fullmatch(text) and not text.endswith("_"):
-        yield text
-
-
 def test_names_in_the_code_are_on_a_page():
-  found = set(literals())
+  named = {text for text in strings.texts() if NAME.fullmatch(text)}
+  found = {name for name in named if not name.endswith("_")}
   assert len(found) > 60
   missing = []
   for name in found:
@@ -53,11 +38,9 @@ def test_names_of_the_pages_are_in_the_code():
     assert not last or last in words or set(last.split("_")) <= parts, name
 
 
-VARIANTS = {  # together they have what no tiny run has
+VARIANTS = {  # together they have the names that no tiny run has and no string of the code
   "salt": dict(reweighting="salt", diagnostics__every=1, diagnostics__compared="last_block"),
   "icepop": dict(loss="kl_cov", correction="icepop"),
-  "dppo": dict(loss="dppo"),
-  "vespo": dict(loss="vespo"),
   "m2po": dict(loss="m2po", veto__enabled=True, gram="sketch", diagnostics__every=1),
   "sources": dict(
     advantage="fade",

@@ -1,12 +1,12 @@
 """docs/troubleshooting.md quotes messages that the code has, and fields that exist."""
 
-import ast
 import pathlib
 import re
 
 import pytest
 from ml_collections import ConfigDict
 
+from docs import strings
 from rlvr_jax.configs import base
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -19,19 +19,9 @@ MESSAGES = [found[1] for row in ROWS if (found := re.fullmatch(r"`([^`]+)`", row
 OF_OTHERS = {"`RESOURCE_EXHAUSTED` (jax)"}
 
 
-def strings():
-  """All texts of the package, with … for the values of f-strings."""
-  for path in (ROOT / "rlvr_jax").rglob("*.py"):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-      if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-      if isinstance(node, ast.JoinedStr):
-        yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
-
-
 @pytest.fixture(name="texts", scope="module")
 def _texts():
-  return "\n".join(strings())
+  return "\n".join(strings.texts())
 
 
 def test_every_row_is_a_message():

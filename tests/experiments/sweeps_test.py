@@ -78,6 +78,27 @@ def test_the_tables_are_those_of_the_readme(name):
   assert (tiny.ROOT / recipe).exists()
 
 
+@pytest.mark.parametrize(
+  "name", ["low_precision", "sampled_feature", "large_ratios", "high_entropy", "other_samplers"]
+)
+def test_a_sweep_that_has_only_begun_shows_what_is_there(name, tmp_path, monkeypatch):
+  """One run alone, one run of the comparison, and one seed of it; missing arms are named."""
+  module = importlib.import_module(f"experiments.{name}.tables")
+  monkeypatch.setattr(module, "HOME", tmp_path)
+  results = {(r["label"], r["seed"]): r for r in read_results(FOLDER / name / "results.json")}
+  runs = [(run.label, run.seed) for run in listed(name)]
+  seeds = [seed for _, seed in runs]
+  compared = {label for label, seed in runs if seed < 100}
+  for number in (1, seeds.index(0) + 1, seeds.index(1)):
+    begun = runs[:number]
+    text = module.tables([results[run] for run in begun])
+    missing = compared - {label for label, _ in begun}
+    assert not [label for label in missing if label not in text]
+    assert all("undecided" in line for line in text.splitlines() if "| more |" in line)
+  module.draw([results[run] for run in runs[: seeds.index(0) + 1]])
+  assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
 def test_the_constant_weights_are_the_means_of_fade():
   runs = importlib.import_module("experiments.language_model.sweep")
   results = read_results(FOLDER / "language_model" / "results.json")

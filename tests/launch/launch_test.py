@@ -242,8 +242,7 @@ def test_a_missing_program_is_named(launch, monkeypatch):
 @pytest.mark.parametrize(
   ("name", "chips", "hosts"),
   [
-    *[("v5litepod-1", 1, 1), ("v5litepod-8", 8, 1), ("v5litepod-64", 64, 16)],
-    *[("v5p-8", 4, 1), ("v5p-32", 16, 4), ("v4-64", 32, 8), ("v6e-256", 256, 64)],
+    *[("v5litepod-8", 8, 1), ("v5p-8", 4, 1), ("v4-64", 32, 8), ("v6e-256", 256, 64)],
   ],
 )
 def test_slices(name, chips, hosts):
@@ -318,11 +317,11 @@ def begun(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
   ("failures", "state"),
-  [(0, "finished"), (2, "finished"), pytest.param(3, "failed", marks=pytest.mark.slow)],
+  [(2, "finished"), pytest.param(3, "failed", marks=pytest.mark.slow)],
 )
 def test_processes_that_fail_start_again_up_to_a_limit(begun, tmp_path, failures, state):
   assert local.supervise(begun(FAILS_AT_FIRST, tmp_path / "count", failures, retries=2)) == state
-  assert [len((tmp_path / f"count{i}").read_text()) for i in range(2)] == [min(failures + 1, 3)] * 2
+  assert [len((tmp_path / f"count{i}").read_text()) for i in range(2)] == [3] * 2
 
 
 def test_one_that_fails_ends_the_others(begun, monkeypatch, capsys):

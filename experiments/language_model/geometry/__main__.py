@@ -37,6 +37,7 @@ from ml_collections import ConfigDict
 from experiments.language_model.config import get_config
 from experiments.testbed.report import sign_agreement
 from rlvr_jax.advantages.grpo import grpo_advantages
+from rlvr_jax.evaluate.compare import markdown_table
 from rlvr_jax.evaluate.pass_at_k import bootstrap_interval
 from rlvr_jax.geometry import (
   FEATURES,
@@ -366,15 +367,15 @@ def write(
 def table(groups: Sequence[Mapping[str, Any]]) -> str:
   """Markdown: a row for each G, intervals in brackets, the null's value in parentheses."""
   scopes = ("group", "fixed prompts", "fixed budget")
-  lines = ["| G | " + " | ".join(f"n_eff, {s}" for s in scopes) + " | verdict | PR of a group |"]
-  lines.append("|---" * (len(scopes) + 3) + "|")
+  rows = {}
   for row in groups:
     cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*row[s]) for s in scopes]
     cells = [f"{cell} ({row[f'{s}, null']:.2f})" for cell, s in zip(cells, scopes, strict=True)]
     ratio = "{:.1f} [{:.1f}, {:.1f}]".format(*row["PR of a group"])
     decided = verdict(*row["fixed budget"][1:])
-    lines.append(f"| {row['G']} | {' | '.join(cells)} | {decided} | {ratio} |")
-  return "\n".join(lines)
+    rows[str(row["G"])] = [*cells, decided, ratio]
+  header = [*(f"n_eff, {scope}" for scope in scopes), "verdict", "PR of a group"]
+  return markdown_table(header, rows, "G")
 
 
 def main(argv: list[str]) -> None:

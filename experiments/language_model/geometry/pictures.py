@@ -12,12 +12,9 @@ import pathlib
 import sys
 from typing import Any
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
+from rlvr_jax.evaluate.curves import save_figure
 from rlvr_jax.geometry import FEATURES
 from rlvr_jax.geometry.diagnostics import cosine_gram
 
@@ -43,17 +40,16 @@ def draw(workdir: pathlib.Path, path: pathlib.Path) -> None:
   results = json.loads((workdir / "geometry.json").read_text(encoding="utf-8"))
   with np.load(workdir / "geometry.npz") as file:
     grams = {feature: file[f"gram_{feature}_{SHOWN}"] for feature in FEATURES}
-  figure, axes = pyplot.subplots(2, 3, figsize=(15, 9), layout="constrained")
-  for row, feature in zip(axes, FEATURES, strict=True):
-    draw_effective_rollouts(row[0], results[feature]["groups"], feature)
-    image = row[1].imshow(np.asarray(cosine_gram(grams[feature])), cmap="RdBu", vmin=-1, vmax=1)
-    row[1].set_title(f"cosines of 16 prompts × {SHOWN} rollouts, {feature}")
-    figure.colorbar(image, ax=row[1], shrink=0.8)
-    eigenvalues = np.linalg.eigvalsh(np.float64(grams[feature]))[::-1]
-    row[2].semilogy(1 + np.arange(64), eigenvalues[:64] / eigenvalues.sum())
-    row[2].set(title=f"spectrum, {feature}", xlabel="eigenvalue", ylabel="share of the trace")
-  figure.savefig(path, dpi=80)
-  pyplot.close(figure)
+  with save_figure(path, 2, 3, size=(15, 9), dpi=80) as axes:
+    for (counts, cosines, spectrum), feature in zip(axes, FEATURES, strict=True):
+      draw_effective_rollouts(counts, results[feature]["groups"], feature)
+      matrix = np.asarray(cosine_gram(grams[feature]))
+      image = cosines.imshow(matrix, cmap="RdBu", vmin=-1, vmax=1)
+      cosines.set_title(f"cosines of 16 prompts × {SHOWN} rollouts, {feature}")
+      cosines.figure.colorbar(image, ax=cosines, shrink=0.8)
+      eigenvalues = np.linalg.eigvalsh(np.float64(grams[feature]))[::-1]
+      spectrum.semilogy(1 + np.arange(64), eigenvalues[:64] / eigenvalues.sum())
+      spectrum.set(title=f"spectrum, {feature}", xlabel="eigenvalue", ylabel="share of the trace")
 
 
 if __name__ == "__main__":
