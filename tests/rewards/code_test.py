@@ -678,7 +678,7 @@ def _grade_published(size):
 
 
 def test_published_solutions_pass_and_corrupted_copies_fail():
-  _grade_published(8)
+  _grade_published(15)
 
 
 @pytest.mark.slow
