@@ -28,7 +28,7 @@ from experiments.testbed.claims import (
   write_page,
 )
 from experiments.testbed.report import Panel, Result, late_mean, peak_update, plot_panel
-from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
@@ -89,12 +89,11 @@ PANELS = (
 )
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1 and pass@16."""
-  runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
+  with curves.save_figure(home / "curves.png", 1, len(PANELS), size=(13, 4.5), dpi=90) as row:
     for axes, panel in zip(row.flat, PANELS, strict=True):
-      plot_panel(axes, panel, runs)
+      plot_panel(axes, panel, results)
 
 
 def tables(results: Sequence[Result]) -> str:

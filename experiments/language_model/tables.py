@@ -131,9 +131,9 @@ def adjusted_p_table(results: Sequence[Result]) -> str:
   return f"Primary comparisons, Holm's p of a difference of 0:\n\n{table}"
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1."""
-  draw_panels(with_one_control(results), PANELS, HOME / "curves.png")
+  draw_panels(with_one_control(results), PANELS, home / "curves.png")
 
 
 def tables(results: Sequence[Result]) -> str:

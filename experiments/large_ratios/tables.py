@@ -46,7 +46,7 @@ from experiments.testbed.claims import (
   verdict,
   write_page,
 )
-from experiments.testbed.report import Panel, Result, late_mean, plot_panel
+from experiments.testbed.report import Panel, Result, late_mean, name_missing, plot_panel
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import METRIC, markdown_table
 from rlvr_jax.evaluate.paired import paired_difference
@@ -252,7 +252,7 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
       means = [statistics.mean(at(price).values()) for price in GRID]
       axes.plot(GRID, means, label=f"{name}, at most" if race.bounded else name)
     else:
-      axes.plot([], [], " ", label=f"{name}: no run")
+      name_missing(axes, [name])
   axes.axhline(1, color="black", linewidth=0.8)
   axes.axvline(PRICE, color="gray", linewidth=0.8)
   axes.set_xscale("log")
@@ -264,13 +264,12 @@ def _draw_price(axes: Any, results: Sequence[Result]) -> None:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1, a panel for each question and rate, and of the price."""
-  runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", 5, 2, size=(14, 17.5), dpi=80) as rows:
+  with curves.save_figure(home / "curves.png", 5, 2, size=(14, 17.5), dpi=80) as rows:
     *questions, of_price = rows.flat
     for axes, (title, labels) in zip(questions, PANELS.items(), strict=True):
-      plot_panel(axes, Panel(title, METRIC, labels), runs)
+      plot_panel(axes, Panel(title, METRIC, labels), results)
       axes.sharey(rows.flat[0])
     _draw_price(of_price, results)
 

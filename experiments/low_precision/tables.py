@@ -114,9 +114,9 @@ def sweep_mean(results: Sequence[Result]) -> BySeed:
   return {seed: statistics.mean(found[seed] for found in by_clip) for seed in sorted(shared)}
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1, with a panel for each question."""
-  draw_panels(results, PANELS, HOME / "curves.png")
+  draw_panels(results, PANELS, home / "curves.png")
 
 
 def tables(results: Sequence[Result]) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from experiments.mixtures.sweep import LAGS, METHODS, ROUTINGS, RUNS, label
 from experiments.testbed.claims import Claim, arm_table, claim_table, write_page
-from experiments.testbed.report import Result, late_mean
-from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.compare import METRIC, result_curve
+from experiments.testbed.report import Result, late_mean, plot_runs, runs_of
+from rlvr_jax.evaluate import curves
+from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
 LATE = late_mean(last=2)
@@ -37,17 +37,13 @@ CLAIMS = (
 )
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1, with a panel for each lag and routing."""
-  runs = compare.group_by_label(results)
   panels = [(lag, routing) for lag in LAGS for routing in ROUTINGS]
-  with curves.save_figure(HOME / "curves.png", 1, len(panels), size=(16, 3.8), dpi=90) as row:
+  with curves.save_figure(home / "curves.png", 1, len(panels), size=(16, 3.8), dpi=90) as row:
     for axes, (lag, routing) in zip(row.flat, panels, strict=True):
-      of_panel = {
-        method: [result_curve(r) for r in runs.get(label(method, lag, routing), [])]
-        for method in METHODS
-      }
-      curves.plot_curves(axes, of_panel, METRIC, "updates")
+      runs = runs_of(results, [label(method, lag, routing) for method in METHODS])
+      plot_runs(axes, dict(zip(METHODS, runs.values(), strict=True)), METRIC)
       axes.sharey(row.flat[0])
       axes.set_title(f"lag {lag}, routes {routing}")
 

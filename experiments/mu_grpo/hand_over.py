@@ -131,13 +131,13 @@ def make_curves(
 
 def recorded_costs(results: Sequence[Mapping[str, Any]], label: str) -> dict[int, Cost | None]:
   """Seed → cost of a rise of `RISE`, from results.json."""
-  runs = compare.group_by_label(results)[label]
-  return {run["seed"]: recorded_cost(run, MU[label]) for run in runs}
+  return {r["seed"]: recorded_cost(r, MU[label]) for r in results if r["label"] == label}
 
 
-def quickstart_curves(prices: Sequence[float] = GRID) -> list[Curve]:
-  """Curves of the runs in results.json."""
-  results = compare.read_results(HERE / "results.json")
+def recorded_curves(
+  results: Sequence[Mapping[str, Any]], prices: Sequence[float] = GRID
+) -> list[Curve]:
+  """Curves of the runs of results.json."""
   return make_curves(recorded_costs(results, GRPO), recorded_costs(results, STAGES), prices)
 
 
@@ -199,8 +199,9 @@ def draw(seed_curves: Sequence[Curve], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-  draw(quickstart_curves(), HERE / "hand_over.png")
-  print(table(quickstart_curves))
+  results = compare.read_results(HERE / "results.json")
+  draw(recorded_curves(results), HERE / "hand_over.png")
+  print(table(lambda prices: recorded_curves(results, prices)))
 
 
 if __name__ == "__main__":

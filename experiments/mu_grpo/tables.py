@@ -13,19 +13,11 @@ from typing import Any
 import numpy as np
 
 from experiments.mu_grpo import hand_over
-from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, SUFFIX, TIGHT
+from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, RUNS, SUFFIX, TIGHT
 from experiments.testbed import report
-from experiments.testbed.report import Result
+from experiments.testbed.report import Result, cell, final_differences, name_missing, runs_of
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.compare import (
-  METRIC,
-  final_value,
-  group_by_label,
-  markdown_table,
-  mean_cell,
-  result_curve,
-  rise,
-)
+from rlvr_jax.evaluate.compare import METRIC, final_value, markdown_table, result_curve, rise
 from rlvr_jax.evaluate.run_files import read_metrics
 
 RISE = 0.1  # of held-out pass@1, at which costs are compared
@@ -67,11 +59,11 @@ def means_by_age(train: Sequence[Mapping], metric: str) -> list[float]:
 def reached_cell(values: Sequence[float | None]) -> str:
   """Text of the mean over the seeds that reached the level, and their number if not all did."""
   numbers = [value for value in values if value is not None]
-  if not numbers:
+  if values and not numbers:
     return "never"
   if len(numbers) < len(values):
     return f"{statistics.mean(numbers):.3g} ({len(numbers)} of {len(values)} seeds)"
-  return mean_cell(numbers)
+  return cell(numbers)
 
 
 def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
@@ -83,11 +75,10 @@ def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
   }
   rows = {}
   for label, label_runs in results.items():
-    rows[label] = [mean_cell([column(r) for r in label_runs]) for column in columns.values()]
-    rows[label] += [" ".join(f"{rise(r):+.2f}" for r in label_runs)]
+    rows[label] = [cell([column(r) for r in label_runs]) for column in columns.values()]
+    rows[label] += [" ".join(f"{rise(r):+.2f}" for r in label_runs) or "–"]
     relaxed = results[RELAXED + HIGHER if label.endswith(HIGHER) else RELAXED]
-    pairs = zip(label_runs, relaxed, strict=True)
-    rows[label] += [mean_cell([final_value(r) - final_value(other) for r, other in pairs])]
+    rows[label] += [cell(final_differences(label_runs, relaxed))]
     rows[label] += veto_cells(label_runs)
   header = [*columns, "rise, each seed", "final less relaxed's, paired", "vetoed tokens"]
   return markdown_table([*header, "trigger rate, first quarter", "last quarter"], rows)
@@ -95,11 +86,11 @@ def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
 
 def veto_cells(runs: Sequence[Result]) -> list[str]:
   """Share of vetoed tokens, and the rate of triggers in the first and last quarter of a stage."""
-  if "vetoed" not in runs[0]:
+  if not runs or "vetoed" not in runs[0]:
     return 3 * ["–"]
   first, *_, last = np.split(np.array([r["trigger_rate_by_age"] for r in runs]), 4, axis=1)
-  of_quarters = [mean_cell(quarter.mean(axis=1)) for quarter in (first, last)]
-  return [mean_cell([r["vetoed"] for r in runs]), *of_quarters]
+  of_quarters = [cell(quarter.mean(axis=1)) for quarter in (first, last)]
+  return [cell([r["vetoed"] for r in runs]), *of_quarters]
 
 
 def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
@@ -110,28 +101,35 @@ def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
   for label in (GRPO, TIGHT, RELAXED, SUFFIX):
     runs = results[label]
     rows[label] = [reached_cell([r["cost"][over] for r in runs]) for over in COSTS]
-    rows[label] += [f"{runs[0]['hand_overs']}"]
-    rows[label] += [mean_cell([r["phase_seconds"].get("sync_weights", 0.0) for r in runs])]
-    rows[label] += [mean_cell([r["elapsed_seconds"] for r in runs])]
+    rows[label] += [cell([r["hand_overs"] for r in runs])]
+    rows[label] += [cell([r["phase_seconds"].get("sync_weights", 0.0) for r in runs])]
+    rows[label] += [cell([r["elapsed_seconds"] for r in runs])]
   return markdown_table(header, rows)
 
 
 def plot_rises(axes: Any, runs: Mapping[str, Sequence[Result]], over: str) -> None:
-  """Plots the rise of held-out pass@1 by label: mean over seeds with interval.
+  """Plots the rise of held-out pass@1 by label: mean over seeds with interval, or a single seed.
 
   Rises are plotted because starts differ more between seeds than runs of one seed do.
   """
   for label, label_runs in runs.items():
-    seed_curves = [result_curve(result, over=over) for result in label_runs]
-    x, mean, low, high = curves.mean_curve([(x, y - y[0]) for x, y in seed_curves], within=(-1, 1))
-    (line,) = axes.plot(x, mean, label=label)
-    axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    with_axis = [result for result in label_runs if over in result["evaluations"]]
+    seed_curves = [result_curve(result, over=over) for result in with_axis]
+    rises = [(x, y - y[0]) for x, y in seed_curves]
+    if len(rises) > 1:
+      x, mean, low, high = curves.mean_curve(rises, within=(-1, 1))
+      (line,) = axes.plot(x, mean, label=label)
+      axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    elif rises:
+      axes.plot(*rises[0], label=label)
+    else:
+      name_missing(axes, [label])
   axes.set(xlabel=curves.AXES[over][0], ylabel="held-out pass@1 less its start", ylim=(-0.3, 0.4))
 
 
 def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure: rises over updates and seconds, and trigger rates over the age in a stage."""
-  runs = group_by_label(results)
+  runs = runs_of(results, RUNS)
   higher = [f"{label}{HIGHER}" for label in AT_HIGHER_RATE]
   main_labels = (GRPO, TIGHT, RELAXED, SUFFIX)
   with curves.save_figure(home / "curves.png", 1, 4, size=(17, 4), dpi=100) as row:
@@ -140,7 +138,10 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
     ):
       plot_rises(axes, {label: runs[label] for label in labels}, over)
     for label, label_runs in runs.items():
-      if "vetoed" in label_runs[0] and label not in higher:
+      if label.startswith("veto") and label not in higher:
+        if not label_runs:
+          name_missing(row[3], [label])
+          continue
         rates = np.mean([r["trigger_rate_by_age"] for r in label_runs], axis=0)
         smooth = rates.reshape(-1, BIN).mean(axis=1)
         row[3].plot(np.arange(len(smooth)) * BIN + BIN / 2, smooth, label=label)
@@ -152,9 +153,9 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
 
 def tables(results: Sequence[Result]) -> str:
   """Returns all tables as Markdown."""
-  runs = group_by_label(results)
+  runs = runs_of(results, RUNS)
   title = f"Seconds of GRPO over those of stages with the suffix veto, to a rise of {RISE:g}:"
-  prices = hand_over.table(hand_over.quickstart_curves)
+  prices = hand_over.table(lambda prices: hand_over.recorded_curves(results, prices))
   return "\n\n".join([learning_table(runs), cost_table(runs), title, prices])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from experiments.other_samplers.sweep import EQUAL, LARGER, OTHERS, RUNS, half_from
 from experiments.testbed.claims import MISMATCH, Claim, arm_table, claim_table, write_page
 from experiments.testbed.report import Panel, Result, late_mean, plot_panel
-from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.compare import METRIC
 
 HOME = pathlib.Path(__file__).parent
@@ -31,11 +31,10 @@ CLAIMS = tuple(
 )
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1."""
-  runs = compare.group_by_label(results)
-  with curves.save_figure(HOME / "curves.png", size=(8, 4.5), dpi=90) as axes:
-    plot_panel(axes, Panel("", METRIC, list(RUNS)), runs)
+  with curves.save_figure(home / "curves.png", size=(8, 4.5), dpi=90) as axes:
+    plot_panel(axes, Panel("", METRIC, list(RUNS)), results)
 
 
 def tables(results: Sequence[Result]) -> str:

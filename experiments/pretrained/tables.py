@@ -10,6 +10,7 @@ from experiments.pretrained.sweep import RUNS
 from experiments.testbed import report
 
 tables = functools.partial(report.table_of_rises, labels=list(RUNS), starts="pretrained")
+draw = functools.partial(report.draw_rises, labels=list(RUNS))
 
 if __name__ == "__main__":
-  report.write_rises(pathlib.Path(__file__).parent, list(RUNS), starts="pretrained")
+  report.write_page(pathlib.Path(__file__).parent, tables, draw=draw)

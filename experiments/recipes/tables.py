@@ -10,14 +10,7 @@ from collections.abc import Sequence
 
 from experiments.testbed import report
 from experiments.testbed.report import Result
-from rlvr_jax.evaluate.compare import (
-  METRIC,
-  final_value,
-  group_by_label,
-  markdown_table,
-  mean_cell,
-  rise,
-)
+from rlvr_jax.evaluate.compare import METRIC, final_value, group_by_label, markdown_table, rise
 from rlvr_jax.evaluate.paired import mean_and_half_width, standard_error_of_interval
 
 
@@ -37,10 +30,12 @@ def tables(results: Sequence[Result]) -> str:
   """Returns a Markdown table with a row per recipe."""
   rows = {}
   for label, runs in group_by_label(results).items():
-    mean, half = mean_and_half_width([rise(r) for r in runs])
+    interval = "–"
+    if len(runs) > 1:
+      mean, half = mean_and_half_width([rise(r) for r in runs])
+      interval = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
     smallest = min(map(rise_in_standard_errors, runs))
-    interval = f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
-    rows[label] = [mean_cell([final_value(r) for r in runs]), interval, f"{smallest:.1f}"]
+    rows[label] = [report.cell([final_value(r) for r in runs]), interval, f"{smallest:.1f}"]
   header = ["pass@1 at the end", "mean rise", "smallest rise, standard errors"]
   return markdown_table(header, rows, "recipe")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, runs
 from experiments.testbed import report
-from experiments.testbed.report import Result, cell
+from experiments.testbed.report import Result, cell, name_missing, runs_of
 from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.compare import markdown_table, rise
 from rlvr_jax.evaluate.paired import mean_and_half_width
@@ -49,15 +49,10 @@ def average(result: Result, metric: str) -> float | None:
   return statistics.mean(value for _, value in curve) if curve else None
 
 
-def runs_with_label(results: Sequence[Result], label: str) -> list[Result]:
-  return [r for r in results if r["label"] == label]
-
-
 def learning_table(results: Sequence[Result]) -> str:
   """Returns a Markdown table with one row per run, of means over seeds."""
   rows = {}
-  for label in runs():
-    label_runs = runs_with_label(results, label)
+  for label, label_runs in runs_of(results, runs()).items():
     rows[label] = [cell([rise(r) for r in label_runs])]
     rows[label] += [cell([average(r, metric) for r in label_runs]) for metric in COLUMNS.values()]
   return markdown_table(["rise of pass@1", *COLUMNS], rows)
@@ -67,8 +62,7 @@ def agreement_table(results: Sequence[Result]) -> str:
   """Returns a Markdown table that compares the head's Gram matrix with the last block's."""
   labels = [f"{name}, G = {COMPARED}" for name in ("GRPO", "SALT")]
   rows = {}
-  for label in labels:
-    label_runs = runs_with_label(results, label)
+  for label, label_runs in runs_of(results, labels).items():
     averages = [[average(r, metric) for r in label_runs] for metric in AGREEMENT.values()]
     rows[label] = [cell(values) for values in averages]
   return markdown_table(list(AGREEMENT), rows)
@@ -83,16 +77,20 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
     "α of SALT": lambda r: average(r, "reweighting/alpha"),
     "residual energy": lambda r: average(r, "geometry/residual_energy"),
   }
+  by_label = runs_of(results, runs())
   with curves.save_figure(home / "scaling.png", 1, len(panels), size=(16, 3.3), dpi=80) as row:
     for axes, (title, value) in zip(row, panels.items(), strict=True):
       for color, name in (("C0", "GRPO"), ("C1", "SALT")):
-        runs_by_size = [runs_with_label(results, f"{name}, G = {size}") for size in GROUP_SIZES]
-        values_by_size = [[value(result) for result in size_runs] for size_runs in runs_by_size]
-        if any(x is None for values in values_by_size for x in values):
-          continue
-        points = [mean_and_half_width(values) for values in values_by_size]
-        means, halves = np.array(points).T
-        axes.errorbar(GROUP_SIZES, means, halves, color=color, marker="o", capsize=3, label=name)
+        points = []  # group size, mean, half of the interval, of the sizes that have run
+        for size in GROUP_SIZES:
+          found = [value(result) for result in by_label[f"{name}, G = {size}"]]
+          if found and None not in found:
+            mean_half = mean_and_half_width(found) if len(found) > 1 else (*found, np.nan)
+            points.append((size, *mean_half))
+        if points:
+          axes.errorbar(*np.transpose(points), color=color, marker="o", capsize=3, label=name)
+        elif axes is row[0]:  # which has the legend
+          name_missing(axes, [name])
       axes.set_xscale("log", base=2)
       axes.set(xlabel=f"group size G, {BUDGET} rollouts in all", title=title)
     row[0].legend()

@@ -128,9 +128,9 @@ def size_table(results: Sequence[Result]) -> str:
   return f"Late pass@1 with G = {LARGE} less that with G = {SMALL}:\n\n{table}"
 
 
-def draw(results: Sequence[Result]) -> None:
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
   """Saves a figure of held-out pass@1, with a panel for each question."""
-  draw_panels(results, PANELS, HOME / "curves.png")
+  draw_panels(results, PANELS, home / "curves.png")
 
 
 def tables(results: Sequence[Result]) -> str:

@@ -182,7 +182,7 @@ def write_page(
   labels: Sequence[str],
   metrics: Measured,
   tables: Callable[[Sequence[Result]], str],
-  draw: Callable[[Sequence[Result]], None],
+  draw: Callable[[Sequence[Result], pathlib.Path], None],
 ) -> None:
   """Writes the tables of an experiment, and adds what was measured to its results.
 
@@ -191,7 +191,7 @@ def write_page(
     labels: of all its arms.
     metrics: what is measured of each run, for results.json, where the run has the metric.
     tables: results → Markdown.
-    draw: saves the figure of new results.
+    draw: saves the figure of new results in the folder.
   """
 
   def measure(workdir: str) -> dict[str, Any]:
@@ -202,4 +202,4 @@ def write_page(
         found[name] = float(f"{of(values):.6g}")
     return {"measured": found}
 
-  report.write_page(home, tables, measure, lambda results, home: draw(results), labels)
+  report.write_page(home, tables, measure, draw, labels)

@@ -9,10 +9,9 @@ the figure of its page. Without --workdir it uses `results.json` as it is.
 from __future__ import annotations
 
 import argparse
-import functools
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -157,6 +156,27 @@ def peak_update(result: Result) -> float:
   return float(evaluations["updates"][int(np.argmax(evaluations[compare.METRIC]))])
 
 
+# --- runs of a sweep that may have only begun -----------------------------------------------------
+
+
+def runs_of(results: Sequence[Result], labels: Iterable[str]) -> dict[str, list[Result]]:
+  """Label → its results, in the order of the labels; an arm that has not run has none."""
+  by_label = compare.group_by_label(results)
+  return {label: by_label.get(label, []) for label in labels}
+
+
+def final_differences(runs: Sequence[Result], others: Sequence[Result]) -> list[float]:
+  """Held-out pass@1 at the end of runs, less that of the others' runs of the same seeds."""
+  ends = {other["seed"]: compare.final_value(other) for other in others}
+  return [compare.final_value(run) - ends[run["seed"]] for run in runs if run["seed"] in ends]
+
+
+def name_missing(axes: Any, names: Iterable[str]) -> None:
+  """Names what has not run in the legend of the axes."""
+  for name in names:
+    axes.plot([], [], " ", label=f"{name}: no run")
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -225,33 +245,34 @@ def draw_panels(results: Sequence[Result], panels: Sequence[Panel], path: pathli
 
   Up to three panels stand side by side.
   """
-  by_label = compare.group_by_label(results)
   columns = min(len(panels), 3)
   rows = -(-len(panels) // columns)
   with curves.save_figure(path, rows, columns, size=(5.0 * columns, 3.6 * rows), dpi=90) as found:
     of_all = np.ravel(found)
     for axes, panel in zip(of_all, panels, strict=False):
-      plot_panel(axes, panel, by_label)
+      plot_panel(axes, panel, results)
     for axes in of_all[len(panels) :]:
       axes.set_axis_off()
 
 
-def plot_panel(axes: Any, panel: Panel, by_label: Mapping[str, Sequence[Result]]) -> None:
-  """Plots the curves of a panel's labels that have run; the legend names the others, too.
+def plot_panel(axes: Any, panel: Panel, results: Sequence[Result]) -> None:
+  """Plots the curves of a panel's labels over updates."""
+  plot_runs(axes, runs_of(results, panel.labels), panel.metric)
+  axes.set_title(panel.title)
+
+
+def plot_runs(axes: Any, runs: Mapping[str, Sequence[Result]], metric: str) -> None:
+  """Plots the curves of arms that have run; the legend names the others, too.
 
   Args:
     axes: matplotlib's.
-    panel: which metric, of which labels.
-    by_label: label → results.
+    runs: name in the legend → results.
+    metric: of the curves.
   """
-  metric_curves = {
-    label: _metric_curves(by_label.get(label, []), panel.metric) for label in panel.labels
-  }
-  present = {label: pairs for label, pairs in metric_curves.items() if pairs}
-  for label in (label for label in metric_curves if label not in present):
-    axes.plot([], [], " ", label=f"{label}: no run")
-  curves.plot_curves(axes, present, panel.metric, "updates")
-  axes.set_title(panel.title)
+  metric_curves = {name: _metric_curves(of_name, metric) for name, of_name in runs.items()}
+  present = {name: pairs for name, pairs in metric_curves.items() if pairs}
+  name_missing(axes, (name for name in metric_curves if name not in present))
+  curves.plot_curves(axes, present, metric, "updates")
 
 
 def _metric_curves(
@@ -326,53 +347,52 @@ def write_page(
 
 
 def table_of_rises(results: Sequence[Result], labels: Sequence[str], *, starts: str) -> str:
-  """The table of `write_rises`."""
-  first = {r["seed"]: r for r in results if r["label"] == starts}
-  lines = ["| run | seed | start | end | rise | seconds |", "|---|---|---|---|---|---|"]
-  for label in labels:
-    rises = []
-    for result in (r for r in results if r["label"] == label):
-      start = first[result["seed"]]
-      rises.append(compare.final_value(result) - start["evaluations"][compare.METRIC][0])
-      lines.append(
-        f"| {label} | {result['seed']} | {compare.interval_cell(start, 0)}"
-        f" | {compare.interval_cell(result, -1)} | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
-      )
-    if len(rises) > 1:
-      mean, half = mean_and_half_width(rises)
-      interval = f"[{mean - half:+.3f}, {mean + half:+.3f}]"
-      lines.append(f"| **{label}** | mean | | | **{mean:+.3f}** {interval} | |")
-  return "\n".join(lines)
+  """Makes a Markdown table of held-out pass@1, with a row per run and a mean row per label.
 
-
-def write_rises(home: pathlib.Path, labels: Sequence[str], *, starts: str) -> None:
-  """Writes the table of held-out pass@1 of an experiment, and draws curves.png of new results.
-
-  The table has a row per run, and for labels with several seeds the mean rise with its t interval.
+  The mean rise of a label with several seeds has its t interval.
 
   Args:
-    home: folder of the experiment.
+    results: results of runs.
     labels: of its runs, in the order of the rows.
     starts: label of the runs whose first evaluations are the starts of all runs of their seeds.
   """
+  first = {r["seed"]: r for r in results if r["label"] == starts}
+  rows = []
+  for label, runs in runs_of(results, labels).items():
+    rises = []
+    for result in runs:
+      start, rise = "–", "–"
+      if result["seed"] in first:
+        begun = first[result["seed"]]
+        rises.append(compare.final_value(result) - begun["evaluations"][compare.METRIC][0])
+        start, rise = compare.interval_cell(begun, 0), f"{rises[-1]:+.3f}"
+      end, seconds = compare.interval_cell(result, -1), f"{result['seconds']:.0f}"
+      rows.append((label, [str(result["seed"]), start, end, rise, seconds]))
+    if len(rises) > 1:
+      mean, half = mean_and_half_width(rises)
+      interval = f"**{mean:+.3f}** [{mean - half:+.3f}, {mean + half:+.3f}]"
+      rows.append((f"**{label}**", ["mean", "", "", interval, ""]))
+    if not runs:
+      rows.append((label, ["–"] * 5))
+  return compare.markdown_table(["seed", "start", "end", "rise", "seconds"], rows)
 
-  def draw(results: Sequence[Result], home: pathlib.Path) -> None:
-    with curves.save_figure(home / "curves.png", size=(6, 3.6), dpi=100) as axes:
-      for color, label in enumerate(labels):
-        style = dict(color=f"C{color}")
-        evaluations = [r["evaluations"] for r in results if r["label"] == label]
-        if evaluations and len(evaluations[0]["updates"]) == 1:  # a level, since nothing is trained
-          end = np.mean([e[compare.METRIC][-1] for e in evaluations])
-          axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
-          continue
-        for index, columns in enumerate(evaluations):
-          name = label if index == 0 else None  # once in the legend
-          axes.plot(columns["updates"], columns[compare.METRIC], label=name, alpha=0.8, **style)
-      axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
-      axes.legend(fontsize="small")
 
-  tables = functools.partial(table_of_rises, labels=labels, starts=starts)
-  write_page(home, tables, draw=draw)
+def draw_rises(results: Sequence[Result], home: pathlib.Path, labels: Sequence[str]) -> None:
+  """Saves a figure of held-out pass@1 over updates, a curve per run."""
+  with curves.save_figure(home / "curves.png", size=(6, 3.6), dpi=100) as axes:
+    for color, (label, runs) in enumerate(runs_of(results, labels).items()):
+      style = dict(color=f"C{color}")
+      evaluations = [r["evaluations"] for r in runs]
+      if evaluations and len(evaluations[0]["updates"]) == 1:  # a level, since nothing is trained
+        end = np.mean([e[compare.METRIC][-1] for e in evaluations])
+        axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
+        continue
+      for index, columns in enumerate(evaluations):
+        name = label if index == 0 else None  # once in the legend
+        axes.plot(columns["updates"], columns[compare.METRIC], label=name, alpha=0.8, **style)
+      name_missing(axes, [] if runs else [label])
+    axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
+    axes.legend(fontsize="small")
 
 
 def insert_text(page: str, text: str) -> str:

@@ -195,11 +195,19 @@ def rise(result: Result, metric: str = METRIC) -> float:
 
 
 def markdown_table(
-  header: Sequence[str], rows: Mapping[str, Sequence[str]], first: str = "run"
+  header: Sequence[str],
+  rows: Mapping[str, Sequence[str]] | Iterable[tuple[str, Sequence[str]]],
+  first: str = "run",
 ) -> str:
-  """A Markdown table with one row per label; `first` is the heading of the labels."""
+  """A Markdown table of rows, label → cells, or pairs of them where rows share a label.
+
+  `first` is the heading of the labels.
+  """
+  pairs = rows.items() if isinstance(rows, Mapping) else rows
   lines = [f"| {first} | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
-  return "\n".join(lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items()])
+  for label, cells in pairs:
+    lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (label, *cells)))
+  return "\n".join(lines)
 
 
 def mean_cell(values: Sequence[float]) -> str:

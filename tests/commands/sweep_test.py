@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from train import tiny
@@ -172,26 +171,6 @@ def test_a_sweep_tells_its_last_result_and_the_time_left():
   assert sweep._format_status([], 3) == "3 runs left"
   assert sweep._format_status(results[:1], 0) == "held-out pass@1 0.431; 0 runs left"
   assert sweep._format_status([{"seconds": 9.0, "evaluations": {}}], 1) == "1 run left, about 9 s"
-
-
-def test_a_run_ends_with_the_process_that_started_it():
-  """It starts another, which watches it, prints its number and is killed with it."""
-  watches = (
-    "import os, time; from rlvr_jax.train.cluster import process;"
-    " process.end_with_parent(os.getppid());"
-  )
-  watches += "print(os.getpid(), flush=True); time.sleep(60)"
-  starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {watches!r}])"
-  environment = tiny.environment()
-  with subprocess.Popen(
-    [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, env=environment
-  ) as parent:
-    child = int(parent.stdout.readline())
-    parent.kill()
-    last = time.monotonic() + 30
-    while os.path.exists(f"/proc/{child}") and time.monotonic() < last:
-      time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{child}")
 
 
 def test_a_workdir_that_a_run_still_has_is_waited_for(tmp_path, monkeypatch):

@@ -144,11 +144,7 @@ def test_differences_are_paired_by_seed():
   assert report.table([], ["GRPO"], {}) == "No run of these arms has finished: GRPO."
 
 
-def test_an_experiment_that_has_only_begun_has_its_tables_and_figure(tmp_path):
-  begun = [result("GRPO", 0, 0.8)]
-  assert "| GRPO | 1 |" in steps.tables(begun)
-  steps.draw(begun, tmp_path)
-  assert (tmp_path / "curves.png").stat().st_size > 10_000
+def test_the_panels_of_a_figure_are_of_its_arms():
   assert all(set(panel.labels) <= set(steps.ARMS) for panel in steps.PANELS)
 
 

@@ -4,8 +4,10 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
+from train import tiny
 
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.cluster import process
@@ -282,3 +284,23 @@ logging.getLogger("jax").warning("a warning of jax")
   )
   assert "slow_operation_alarm" not in done.stderr, done.stderr
   assert "a warning of jax" in done.stderr and not done.returncode
+
+
+def test_a_run_ends_with_the_process_that_started_it():
+  """It starts another, which watches it, prints its number and is killed with it."""
+  watches = (
+    "import os, time; from rlvr_jax.train.cluster import process;"
+    " process.end_with_parent(os.getppid());"
+  )
+  watches += "print(os.getpid(), flush=True); time.sleep(60)"
+  starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {watches!r}])"
+  environment = tiny.environment()
+  with subprocess.Popen(
+    [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, env=environment
+  ) as parent:
+    child = int(parent.stdout.readline())
+    parent.kill()
+    last = time.monotonic() + 30
+    while os.path.exists(f"/proc/{child}") and time.monotonic() < last:
+      time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{child}")
