@@ -14,7 +14,7 @@ import pytest
 from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.environments import Turn, guess, python
-from rlvr_jax.environments.base import MAX_REPLY, check_turn, cut, declared_roles
+from rlvr_jax.environments.base import MAX_REPLY, cut, declared_roles
 from rlvr_jax.environments.by_name import make_environment
 from rlvr_jax.environments.dialogues import EnvironmentPool, EnvironmentStartError, Started
 from rlvr_jax.workers.pool import Failure
@@ -87,6 +87,7 @@ def test_turns(pool, text, expected):
 @pytest.mark.parametrize(
   ("text", "kind", "detail"),
   [
+    ("return none", "failed", "step returned None, expected a Turn"),
     ("return text", "failed", "step returned 'a text', expected a Turn"),
     ("return nan", "refused", r"score = nan, expected a number within ±1e\+30"),
     ("return large", "refused", "score = 1000.*, expected a number"),
@@ -206,8 +207,11 @@ def test_close_cannot_take_away_a_result_that_was_reached():
 def test_roles_of_replies_are_declared(pool):
   assert pool.roles == ("user", "tool")
   assert (declared_roles(python()), declared_roles(guess())) == (["tool"], ["user"])
-  with pytest.raises(ValueError, match=r"roles = \('tool',\)"):
-    check_turn(Turn("a", role="tool"), ["user"])
+  name = "faulty_environments:closing(roles=('user',))"
+  with EnvironmentPool(name, deadline_s=5.0) as undeclared:
+    assert undeclared.roles == ("user",)
+    failure = ask(undeclared, start(undeclared), "a")
+    assert failure.kind == "failed" and "roles = ('tool',)" in failure.detail
 
 
 def test_a_closed_dialogue_has_ended(pool):

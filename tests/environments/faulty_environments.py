@@ -76,7 +76,7 @@ class Faulty:
       return Turn("é" * int(argument))
     if kind == "return":
       return {
-        "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
+        "none": None, "text": "a text", "nan": Turn(score=float("nan")), "int": Turn(7),
         "large": Turn(score=10**400),
         "score text": Turn(score="1"),
         "role": Turn("a", role="assistant"), "bytes": Turn(b"a\xff\xfeb"),

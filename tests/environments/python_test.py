@@ -127,6 +127,7 @@ def test_tool_calls(pool, text, reply):
     ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
     ("```python\na\n```\n```\nb\n```\n```json\n{}\n```", "a\n"),
     ("```python\na", "a"),
+    ("- ```python\n  if a:\n    b\n  ```", "if a:\n  b\n"),
     ("<think>```python\na\n```</think>\nno program", None),
     ("<think>```python\na\n```", None),
     ("<think>hm</think>\n```Python\r\na\r\n```", "a\n"),

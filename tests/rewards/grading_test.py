@@ -135,6 +135,7 @@ def test_what_a_text_can_cause_is_not_a_crash():
     ("hang", "timeout", "it took longer than 1 s"),
     # The kernel without memory, or a person; an end of its own; what is written into the replies.
     (f"signal {signal.SIGKILL.value}", "crashed", "signal SIGKILL"),
+    (f"signal {signal.SIGTERM.value}", "crashed", "signal SIGTERM"),
     ("exit 3", "crashed", "exit status 3"),
     ("flood", "crashed", "line of over|not JSON"),
   ]
@@ -233,6 +234,7 @@ def test_large_completions_do_not_block_on_a_stuck_worker():
   [
     # More memory where it may be that; no word of modules where the module was found.
     ("gsm8k", dict(memory_mib=1), "MemoryError: .*raise memory_mib"),
+    ("gsm8k", dict(startup_timeout_s=0.01), "startup_timeout_s = 0.01 s"),
     ("faulty_graders:dead_at_start", dict(memory_mib=2048), "(?s)status 7 last words .*2048 MiB"),
     (
       "code(reward=1)",

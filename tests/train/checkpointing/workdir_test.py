@@ -127,7 +127,9 @@ def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path
   ("text", "message"),
   [
     ("{", "is not JSON"),
+    ("", "is not JSON"),
     ("[1]", "is a JSON list, not"),
+    ("3", "is a JSON int"),
   ],
 )
 def test_config_that_is_none(tmp_path, text, message):

@@ -66,6 +66,7 @@ def test_mesh_is_of_the_devices_given():
   ("sizes", "message"),
   [
     (dict(data=0), "at least 1"),
+    (dict(fsdp=-2), "at least 1"),
     (dict(data=-1, fsdp=-1), "one size may be -1"),
     (dict(fsdp=-1, tensor=3), "8 devices are not a multiple of 3"),
     (dict(data=3, tensor=4), r"3·1·4 = 12 devices, but there are 8.*device_count=12"),

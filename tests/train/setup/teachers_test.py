@@ -59,6 +59,7 @@ REFUSED = {  # settings, and a word of the message
   "no teacher": (dict(distillation="opd"), "needs a teacher"),
   "no distillation": (dict(teacher__checkpoint="initial"), "no effect .* 'none'"),
   "unread privileged": (dict(teacher__privileged="hint"), "privileged = 'hint' has no effect"),
+  "unread temperature": (dict(teacher__temperature=0.5), "temperature = 0.5 has no effect"),
   "unread weight": (dict(teacher__reward_weight=0.0), "reward_weight = 0.0 has no effect"),
   "unknown": (fields(distillation="odp"), "odp.*opd"),
   "k1": (
