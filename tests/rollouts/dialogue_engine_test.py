@@ -289,3 +289,18 @@ def test_idle_slots_and_caches_that_are_computed_anew_are_counted():
       expected += int(np.sum(prompt - 1 + cached))
   assert at_once.rebuilt_tokens == delayed.rebuilt_tokens == expected > 0
   assert at_once.idle_slot_steps == 0 < delayed.idle_slot_steps
+
+
+@pytest.mark.parametrize(("waiting", "idle", "drained"), [(0, 0, 3), (1, 1, 0)])
+def test_slots_are_idle_because_of_replies_alone(waiting, idle, drained):
+  """Two rollouts in three slots, while none or one more waits for its reply."""
+  engine = Engine(toys.ToyPrograms(slots=3, has_replies=True))
+  engine.swap(0, "weights")
+  [request, *_] = _requests()
+  prompt = request.prompt[: toys.S]
+  engine.begin([engine.rollout(g, prompt, key) for g, key in enumerate(request.keys[:2])])
+  engine.burst(waiting=waiting)
+  usage = engine.usage
+  assert usage.slot_steps == 3 * toys.STEPS
+  assert usage.idle_slot_steps == idle * toys.STEPS
+  assert usage.drain_slot_steps == drained * toys.STEPS
