@@ -12,6 +12,7 @@ from oracles import updates
 from oracles.networks import DELTA, V, params_of
 from oracles.sampling import drive, groups_of, make_requests, stack
 
+from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import quantize
 from rlvr_jax.ops import delta_rule
@@ -60,6 +61,16 @@ def test_a_slot_of_qwen3_5_4b_has_51_5_mb_of_states():
   assert decoder.state_bytes(QWEN3_5_4B, tensor=4) == states / 4
   assert decoder.state_bytes(QWEN3_5_4B, tensor=3) == states  # which divides no heads
   assert decoder.token_bytes(QWEN3_5_4B, 1) == 32 * 1024  # of 8 layers with attention
+
+
+def test_flops_of_a_second_token_by_hand():
+  tokens = lambda n: forward_flops(QWEN3_5_4B, [n], [[0]])
+  delta = 2560 * (2 * 2048 + 3 * 4096 + 2 * 32)  # q, k; v, gate, output; gates
+  attention = 2560 * (2 * 1024 + (2 + QWEN3_5_4B.attention_gate) * 4096)
+  kernels = 24 * delta + 8 * attention + 32 * 3 * 2560 * 9216
+  states = 24 * 2 * 32 * 128 * 128  # read once by the key and once by the query
+  scores = 8 * 2 * 2 * 4096  # two keys, and their values
+  assert tokens(2) - tokens(1) == 2 * (kernels + states + scores)
 
 
 def test_slots_are_limited_by_their_states_too():
