@@ -383,7 +383,8 @@ def test_gsm8k_as_published(as_published):
   assert not {problem.question for problem in trained} & {problem.question for problem in held_out}
   for problem in trained + held_out:
     assert graders.gsm8k(problem.solution, problem.reference).outcome is Outcome.CORRECT
-    perturbed = problem.solution + "1"  # the final number, with a digit more
+    steps, answer = problem.solution.rsplit("####", 1)
+    perturbed = f"{steps}####{answer.replace(',', '')}1"  # the final number, with a digit more
     assert graders.gsm8k(perturbed, problem.reference).outcome is Outcome.WRONG
     assert "<<" not in problem.solution
   assert trained[0].solution.endswith("clips altogether in April and May.\n#### 72")
