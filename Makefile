@@ -17,7 +17,7 @@ ORDINARY := tests $(addprefix --ignore=,$(BY_NAME))
 # Four processes, also on two cores: many tests wait. A module stays in one, for what its tests share.
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
-# uv installs in a third of pip's time. It does not read pip's settings, such as a mirror: then pip installs.
+# uv is faster than pip, but does not read pip's settings, such as a mirror: where uv fails, pip installs.
 install = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[$(1)]' || $(BIN)/python -m pip install --quiet --editable '.[$(1)]'
 
 .PHONY: quickstart pretrained pretrained-model test test-slow test-soak test-lowest test-torch test-openenv test-tunix test-tpu test-gpu lint docs

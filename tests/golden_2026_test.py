@@ -358,10 +358,7 @@ def _divergence_program(key):
     found = per_token(logits, teacher_logits, mask, tokens)
     return jnp.sum(jnp.where(mask > 0, found, 0)) / mask.sum(), found
 
-  # As runs are compiled. Unoptimized, jax 0.10 computes the values that a set S of k tokens is
-  # chosen by twice, and may lose the token at the bound.
-  options = {"xla_backend_optimization_level": 3}
-  return jax.jit(jax.value_and_grad(mean, has_aux=True), compiler_options=options)
+  return jax.jit(jax.value_and_grad(mean, has_aux=True))
 
 
 @pytest.mark.parametrize("case", _cases(("distill", "vopd")))

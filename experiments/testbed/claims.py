@@ -112,14 +112,11 @@ def claim_table(
     matters: the difference of it that would matter.
     least_seeds: see `claim_row`. Arms that share fewer than two seeds have no interval.
   """
-  runs = compare.group_by_label(results)
-
-  def by_seed(label: str) -> dict[int, float]:
-    values = {run["seed"]: value(run) for run in runs.get(label, [])}
-    return {seed: x for seed, x in values.items() if x is not None}
-
+  labels = {label for claim in claims for label in (claim.arm, claim.control)}
+  values = compare.values_by_seed((run for run in results if run["label"] in labels), value)
+  by_seed = lambda label: {s: x for s, x in values.get(label, {}).items() if x is not None}
   rows = {}
-  if any(claim.arm in runs for claim in claims):
+  if any(claim.arm in values for claim in claims):
     for claim in claims:
       arm, control = by_seed(claim.arm), by_seed(claim.control)
       rows[claim.name] = claim_row(claim, arm, control, matters, least_seeds)

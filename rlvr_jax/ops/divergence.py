@@ -25,7 +25,7 @@ class Divergence:
   Attributes:
     alpha: α, in [0, 1].
     support: S: "all", or the top k tokens of "student" or "teacher", or the "union" of both. Tokens
-      tied with the k-th are included. S is constant for differentiation.
+      tied with the k-th, up to rounding, are included. S is constant for differentiation.
     top_k: k; 0 with "all".
     rest: the treatment of the mass outside S. "renormalize": π and τ are conditioned on S, so that
       this mass has no gradient. "tail": the mass counts as one more token. "drop": the mass is left
@@ -99,7 +99,7 @@ class Divergence:
 
   def _kept(self, log_p: Array, log_q: Array) -> Array:
     """Whether a token is in S, bool[..., V]."""
-    top = lambda x: x >= jax.lax.top_k(x, self.top_k)[0][..., -1:]
+    top = lambda x: x >= less_rounding(jax.lax.top_k(x, self.top_k)[0][..., -1:])
     if self.support == "student":
       return top(log_p)
     if self.support == "teacher":
@@ -118,6 +118,15 @@ class Divergence:
 
   def _floored(self, values: Array) -> Array:
     return values if self.floor is None else jnp.maximum(values, self.floor)
+
+
+def less_rounding(bound: Array) -> Array:
+  """`bound` less 2⁻²⁰ of its size, f32[...].
+
+  A value that equals the bound may be computed once more elsewhere in a program, or in another one,
+  with other rounding. It must not fall below the bound.
+  """
+  return bound - jnp.abs(bound) * 2.0**-20
 
 
 def _log_mass(logprobs: Array, kept: Array) -> Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.divergence import Divergence
+from rlvr_jax.ops.divergence import Divergence, less_rounding
 from rlvr_jax.sampling import LEAST_TEMPERATURE
 from rlvr_jax.types import Array, Head, Sampling
 
@@ -453,8 +453,7 @@ def _chunk_backward(
   logits = head_logits(hidden, head)
   if terms.smallest_kept is not None:
     # The compiler may round these logits differently from the forward pass's logits.
-    slack = jnp.abs(terms.smallest_kept) * 2.0**-20
-    terms = terms._replace(smallest_kept=terms.smallest_kept - slack)
+    terms = terms._replace(smallest_kept=less_rounding(terms.smallest_kept))
   logprobs = _log_softmax(logits / setting.sampling.temperature, terms)
   probabilities = jnp.exp(logprobs)
   one_hot = jnp.arange(logits.shape[-1]) == tokens[..., None]

@@ -185,3 +185,15 @@ def test_chunks_and_meshes_give_the_value_and_the_gradient_of_all_at_once(on_mes
   near(value, expected)
   jax.tree.map(near, tuple(taught), of_whole)
   jax.tree.map(near, gradient, expected_gradient)
+
+
+def test_a_token_that_rounding_moves_below_the_bound_stays():
+  """Another part of a program may compute the k-th token's log-probability with other rounding."""
+  student = jax.nn.log_softmax(jnp.array([0.5, 0.1, 2.0, -1.0]))
+  teacher = jnp.log(jnp.array([0.4, 0.25, 0.25, 0.1], jnp.float32))
+  rounded = teacher.at[2].multiply(1 + 2.0**-22)
+  assert rounded[2] < teacher[1]
+  of_top = lambda k: Divergence(support="teacher", top_k=k)(student, rounded)
+  assert of_top(2) == of_top(3) != of_top(1)
+  beyond = teacher.at[2].multiply(1 + 2.0**-18)
+  assert Divergence(support="teacher", top_k=2)(student, beyond) != of_top(3)
