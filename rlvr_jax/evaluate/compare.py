@@ -205,9 +205,7 @@ def markdown_table(
   """
   pairs = rows.items() if isinstance(rows, Mapping) else rows
   lines = [f"| {first} | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
-  for label, cells in pairs:
-    lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in (label, *cells)))
-  return "\n".join(lines)
+  return "\n".join(lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in pairs])
 
 
 def mean_cell(values: Sequence[float]) -> str:
